@@ -1,0 +1,16 @@
+"""The rule catalogue. Ids are stable and never reused; order is the order of reports."""
+
+from ddtree_guard.checks import accept, config, graph, kv, logits, mask, positions, tree, width
+from ddtree_guard.rule import Rule
+
+ALL: tuple[Rule, ...] = (
+    *config.RULES,
+    *width.RULES,
+    *mask.RULES,
+    *tree.RULES,
+    *positions.RULES,
+    *kv.RULES,
+    *graph.RULES,
+    *accept.RULES,
+    *logits.RULES,
+)

@@ -1,0 +1,7 @@
+"""Rotary positions: prefix length plus depth."""
+
+from __future__ import annotations
+
+from ddtree_guard.rule import Rule
+
+RULES: tuple[Rule, ...] = ()

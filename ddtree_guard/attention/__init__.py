@@ -1,0 +1,1 @@
+"""The attention backend that takes its width from the active tree, and a dense oracle for it."""

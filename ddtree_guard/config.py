@@ -1,0 +1,209 @@
+"""Configuration. This is the only file that reads the environment."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+from ddtree_guard.errors import UsageError
+
+PREFIX = "SGLANG_DDTREE_GUARD"
+
+
+class Mode(str, Enum):
+    """What happens when a rule is broken. `contain` is reserved."""
+
+    OFF = "off"
+    LOG = "log"
+    RAISE = "raise"
+
+
+class Backend(str, Enum):
+    """Which Triton attention backend the target runner gets."""
+
+    AUTO = "auto"
+    STOCK = "stock"
+    CORRECTED = "corrected"
+
+
+class Depth(str, Enum):
+    """How much of each step the device check reads."""
+
+    FAST = "fast"
+    FULL = "full"
+
+
+class Capture(str, Enum):
+    """What a dump holds: metadata only, or q, k and v rows as well."""
+
+    META = "meta"
+    QKV = "qkv"
+
+
+class LogStyle(str, Enum):
+    """One `key=value` line per finding, or the line and the readable block."""
+
+    LINE = "line"
+    BLOCK = "block"
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSelection:
+    """Which rules run, written `W,T4,-P1@2026-12-31`.
+
+    A bare id or family selects, a leading `-` ignores, and `@YYYY-MM-DD` ends the ignoring after
+    that day. Without any selected name every rule is selected. Ids are checked against the
+    catalogue by `Guard`, which knows it.
+    """
+
+    select: tuple[str, ...] = ()
+    ignore: tuple[tuple[str, date | None], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> RuleSelection:
+        """Parse the text form. Raises UsageError naming the first part that is malformed."""
+        select: list[str] = []
+        ignore: list[tuple[str, date | None]] = []
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, _, until = part.removeprefix("-").partition("@")
+            if not name.isalnum() or (until and not part.startswith("-")):
+                raise UsageError(
+                    f"rule selection {part!r} is not understood. Write a rule id or family to "
+                    "select it, -ID to ignore it, -ID@YYYY-MM-DD to ignore it until a day."
+                )
+            if part.startswith("-"):
+                ignore.append((name.upper(), _day(part, until)))
+            else:
+                select.append(name.upper())
+        return cls(tuple(select), tuple(ignore))
+
+    def names(self) -> tuple[str, ...]:
+        """Every id or family that is mentioned."""
+        return self.select + tuple(name for name, _ in self.ignore)
+
+    def wants(self, rule_id: str, today: date) -> bool:
+        """Whether the rule with this id runs on this day."""
+        family = rule_id.rstrip("0123456789")
+        selected = not self.select or rule_id in self.select or family in self.select
+        ignored = any(
+            name in (rule_id, family) and (until is None or today <= until)
+            for name, until in self.ignore
+        )
+        return selected and not ignored
+
+
+def _day(part: str, until: str) -> date | None:
+    if not until:
+        return None
+    try:
+        return date.fromisoformat(until)
+    except ValueError:
+        raise UsageError(
+            f"rule selection {part!r} ends on {until!r}, which is not a day. Write YYYY-MM-DD."
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything a user can set, resolved once. `warnings` holds sentences to print at boot."""
+
+    mode: Mode = Mode.OFF
+    backend: Backend = Backend.AUTO
+    depth: Depth = Depth.FAST
+    capture: Capture = Capture.META
+    dump_dir: Path = Path("ddtree-guard-dumps")
+    dump_max_mb: int = 512
+    dump_keep: int = 20
+    ring_steps: int = 64
+    redact: bool = True
+    shadow_every: int = 0
+    rules: RuleSelection = field(default_factory=RuleSelection)
+    log: LogStyle = LogStyle.LINE
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Config:
+        """Read `SGLANG_DDTREE_GUARD*` from a mapping.
+
+        Raises UsageError for a value that is not one of the right ones, naming those. An unknown
+        variable under the prefix becomes a warning with the nearest known name.
+        """
+        redact = _switch(env, "REDACT", True)
+        capture = _choice(env, "CAPTURE", Capture, Capture.META)
+        if capture is Capture.QKV and redact:
+            raise UsageError(
+                f"{PREFIX}_CAPTURE=qkv is refused while {PREFIX}_REDACT is on, because prompts "
+                f"can be rebuilt from captured KV. Set {PREFIX}_REDACT=off to allow it."
+            )
+        return cls(
+            mode=_choice(env, "", Mode, Mode.OFF),
+            backend=_choice(env, "BACKEND", Backend, Backend.AUTO),
+            depth=_choice(env, "DEPTH", Depth, Depth.FAST),
+            capture=capture,
+            dump_dir=Path(env.get(f"{PREFIX}_DUMP_DIR") or "ddtree-guard-dumps"),
+            dump_max_mb=_number(env, "DUMP_MAX_MB", 512, 1),
+            dump_keep=_number(env, "DUMP_KEEP", 20, 1),
+            ring_steps=_number(env, "RING_STEPS", 64, 1),
+            redact=redact,
+            shadow_every=_number(env, "SHADOW_EVERY", 0, 0),
+            rules=RuleSelection.parse(env.get(f"{PREFIX}_RULES", "")),
+            log=_choice(env, "LOG", LogStyle, LogStyle.LINE),
+            warnings=_unknown(env),
+        )
+
+
+VARIABLES = (
+    "BACKEND", "DEPTH", "CAPTURE", "DUMP_DIR", "DUMP_MAX_MB", "DUMP_KEEP", "RING_STEPS",
+    "REDACT", "SHADOW_EVERY", "RULES", "LOG",
+)  # fmt: skip
+
+E_ = TypeVar("E_", bound=Enum)
+
+
+def _name(suffix: str) -> str:
+    return f"{PREFIX}_{suffix}" if suffix else PREFIX
+
+
+def _choice(env: Mapping[str, str], suffix: str, kind: type[E_], default: E_) -> E_:
+    value = env.get(_name(suffix), "").strip().lower()
+    if not value:
+        return default
+    try:
+        return kind(value)
+    except ValueError:
+        right = ", ".join(str(member.value) for member in kind)
+        raise UsageError(
+            f"{_name(suffix)}={value} is not a {kind.__name__.lower()}. Use one of: {right}."
+        ) from None
+
+
+def _switch(env: Mapping[str, str], suffix: str, default: bool) -> bool:
+    value = env.get(_name(suffix), "").strip().lower()
+    if value in ("", "on", "1", "true", "off", "0", "false"):
+        return value in ("on", "1", "true") if value else default
+    raise UsageError(f"{_name(suffix)}={value} is not a switch. Use one of: on, off.")
+
+
+def _number(env: Mapping[str, str], suffix: str, default: int, least: int) -> int:
+    value = env.get(_name(suffix), "").strip()
+    if not value:
+        return default
+    if not (value.isascii() and value.isdigit() and int(value) >= least):
+        raise UsageError(f"{_name(suffix)}={value} is not a whole number of at least {least}.")
+    return int(value)
+
+
+def _unknown(env: Mapping[str, str]) -> tuple[str, ...]:
+    known = [_name(suffix) for suffix in VARIABLES]
+    warnings = []
+    for name in sorted(env):
+        if name.startswith(f"{PREFIX}_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            warnings.append(f"{name} is not a variable of the guard; did you mean {near[0]}?")
+    return tuple(warnings)

@@ -1,0 +1,1 @@
+"""The device check: one fused Triton launch per verify step, and the read-back of its verdict."""

@@ -1,0 +1,1 @@
+"""Trace dumps: a Step on disk, written atomically and read without trust."""

@@ -1,0 +1,107 @@
+"""`Guard`: picks the rules for a step, runs them, and says what could not be checked and why."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+
+from ddtree_guard.checks import ALL
+from ddtree_guard.config import Config
+from ddtree_guard.errors import UsageError
+from ddtree_guard.rule import Finding, Rule, Site
+from ddtree_guard.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class NotChecked:
+    """A rule that could not be evaluated on a step, and why."""
+
+    rule: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What checking one step gave: findings in catalogue order, and which rules were checked."""
+
+    findings: tuple[Finding, ...]
+    checked: tuple[str, ...]
+    not_checked: tuple[NotChecked, ...]
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Ids of the broken rules."""
+        return tuple(finding.rule for finding in self.findings)
+
+
+def find_rule(name: str, rules: Iterable[Rule] = ALL) -> Rule:
+    """The rule with this id or defect name. Raises UsageError with the nearest names."""
+    known = {key: rule for rule in rules for key in (rule.id.lower(), rule.name)}
+    if name.lower() in known:
+        return known[name.lower()]
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    hint = (
+        f" Nearest: {', '.join(known[n].id + ' ' + known[n].name for n in near)}." if near else ""
+    )
+    raise UsageError(f"no rule is called {name!r}.{hint} `ddtree-guard rules` lists all.")
+
+
+class Guard:
+    """Checks steps with the rules that a Config selects.
+
+    Raises UsageError at construction when the selection names an unknown rule or family.
+    """
+
+    def __init__(
+        self, config: Config | None = None, rules: tuple[Rule, ...] = ALL, today: date | None = None
+    ) -> None:
+        self.config = config or Config()
+        families = {rule.family for rule in rules}
+        for name in self.config.rules.names():
+            if name not in families:
+                find_rule(name, rules)
+        day = today or date.today()
+        self.rules = tuple(r for r in rules if self.config.rules.wants(r.id, day))
+
+    def check(self, step: Step, sites: Iterable[Site] = tuple(Site)) -> Report:
+        """Evaluate every selected rule of these sites on a host Step. Never raises for bad data.
+
+        A rule whose needs are missing or misshapen, whose contract exempts it, or that fails on
+        the data it met is "not checked"; W5 reports the misshapen arrays themselves.
+        """
+        wanted = set(sites)
+        misfits = step.misfits()
+        findings: list[Finding] = []
+        checked: list[str] = []
+        skipped: list[NotChecked] = []
+        for rule in self.rules:
+            if rule.site not in wanted:
+                continue
+            why = _obstacle(rule, step, misfits)
+            if why is None:
+                try:
+                    finding = rule.check(step)
+                except Exception as error:
+                    why = f"the rule failed on this data: {type(error).__name__}: {error}"
+                else:
+                    checked.append(rule.id)
+                    if finding is not None:
+                        findings.append(finding)
+            if why is not None:
+                skipped.append(NotChecked(rule.id, why))
+        return Report(tuple(findings), tuple(checked), tuple(skipped))
+
+
+def _obstacle(rule: Rule, step: Step, misfits: dict[str, str]) -> str | None:
+    """Why the rule cannot be evaluated on this step, or None."""
+    if rule.id in step.contract.not_checked:
+        return step.contract.not_checked[rule.id]
+    for path in rule.needs:
+        value = step.get(path)
+        if value is None or (isinstance(value, dict) and not value):
+            return f"{path} is not in this step"
+        if path in misfits:
+            return f"{path} {misfits[path]} (see W5)"
+    return None

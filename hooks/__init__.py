@@ -1,0 +1,1 @@
+"""Everything that touches SGLang. Its contract with the host is documented here."""
