@@ -41,6 +41,7 @@ class Sizes:
     head_dim: int
     slots: int
     room: int  # columns of req_to_token beyond the context
+    block: int = 8
     topk: int = 1
     steps: int = 1
     budget: int | None = None
@@ -116,6 +117,7 @@ def server_args(sizes: Sizes) -> Any:
     args = SimpleNamespace(
         speculative_algorithm=sizes.algorithm,
         speculative_num_draft_tokens=sizes.width,
+        speculative_dflash_block_size=sizes.block,
         speculative_num_steps=sizes.steps,
         speculative_eagle_topk=sizes.topk,
         triton_attention_num_kv_splits=8,
