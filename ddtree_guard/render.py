@@ -74,14 +74,16 @@ def parse_line(text: str) -> dict[str, str]:
 
 def block(finding: Finding, step: Step, dump: object | None = None) -> str:
     """Six lines for a person: what, the equation, the symbols, who, why, and what to do next."""
-    return "\n".join((
-        f"{finding.rule} {finding.name}: {plain(finding.headline)}",
-        f"  {plain(finding.equation)}",
-        f"  {_symbols(finding.bindings)}",
-        f"  {_who(finding, step)}",
-        f"  usual cause ({finding.confidence}): {plain(finding.cause) or 'not known'}",
-        f"  {_done(finding, dump)}",
-    ))
+    return "\n".join(
+        (
+            f"{finding.rule} {finding.name}: {plain(finding.headline)}",
+            f"  {plain(finding.equation)}",
+            f"  {_symbols(finding.bindings)}",
+            f"  {_who(finding, step)}",
+            f"  usual cause ({finding.confidence}): {plain(finding.cause) or 'not known'}",
+            f"  {_done(finding, dump)}",
+        )
+    )
 
 
 def headline(finding: Finding) -> str:

@@ -100,6 +100,8 @@ def _read_file(folder: Path, name: str, limit: int, expected: int | None = None)
                 wanted = f"at most {limit}" if expected is None else str(expected)
                 raise DumpError(f"{name} has {status.st_size} bytes, expected {wanted}.")
             return file.read(status.st_size + 1)[: status.st_size]
+    except FileNotFoundError:
+        raise DumpError(_missing(folder, name)) from None
     except OSError as error:
         raise DumpError(
             f"{name} of {str(folder)!r} cannot be read ({_reason(error)}); it must be a plain "
@@ -107,6 +109,14 @@ def _read_file(folder: Path, name: str, limit: int, expected: int | None = None)
         ) from None
     finally:
         os.close(directory)
+
+
+def _missing(folder: Path, name: str) -> str:
+    """What to say when the folder lacks a file: perhaps it is the folder above the dumps."""
+    inside = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
+    if name == MANIFEST and inside:
+        return f"{str(folder)!r} holds {len(inside)} dumps; give one, for example {inside[-1]}."
+    return f"{str(folder)!r} is not a whole dump: it holds no {name}."
 
 
 def _reason(error: Exception) -> str:

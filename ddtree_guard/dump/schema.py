@@ -241,5 +241,3 @@ def _wrong(path: str, expected: str, found: Any) -> DumpError:
     text = repr(found)
     shown = text if len(text) <= 60 else text[:57] + "..."
     return DumpError(f"{path} should be {expected}, but is {shown}.")
-
-
