@@ -22,7 +22,7 @@ _SPAN = WIDTH - _MARGIN - 2
 HIDDEN, SEEN, LOST, LEAKED, UNWRITTEN, OUTSIDE = range(6)
 GLYPHS = ("··", "██", "--", "++", "xx", "??")
 LEGEND = (
-    "██ sees   ·· does not see   -- should, does not   ++ should not, does   xx never computed   "
+    "██ sees  ·· does not see  -- should, does not  ++ should not, does  xx never computed  "
     "?? no mask"
 )
 
