@@ -48,11 +48,11 @@ class Experiment:
 
 
 EXPERIMENTS = (
-    Experiment("budget-7-stock-eager", 7, "stock", "eager", True, "DDTree is broken here"),
-    Experiment("budget-16-stock-eager", 16, "stock", "eager", False, "a larger tree breaks it"),
-    Experiment("budget-16-stock-graph", 16, "stock", "graph", False, "CUDA graphs break it"),
-    Experiment("budget-16-corrected-eager", 16, "corrected", "eager", True, "the width is wrong"),
-    Experiment("budget-16-corrected-graph", 16, "corrected", "graph", True, "also under graphs"),
+    Experiment("budget-7-stock-eager", 7, "stock", "eager", True, "DDTree itself"),
+    Experiment("budget-16-stock-eager", 16, "stock", "eager", False, "the larger tree"),
+    Experiment("budget-16-stock-graph", 16, "stock", "graph", False, "CUDA graphs"),
+    Experiment("budget-16-corrected-eager", 16, "corrected", "eager", True, "the width"),
+    Experiment("budget-16-corrected-graph", 16, "corrected", "graph", True, "the width, in graphs"),
 )
 
 

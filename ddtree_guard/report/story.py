@@ -65,7 +65,7 @@ def _row(result: Result) -> Row:
     answer = _VERDICTS.get(e.name, "") if result.as_expected else "!NOT as in the incident"
     return (
         f"{e.hypothesis}?",
-        f"budget {e.budget}, {e.backend}, {e.path}",
+        f"B={e.budget} {e.backend} {e.path}",
         f"{result.wrong_rows} of {result.rows}",
         f"{result.max_error:.1e}" if math.isfinite(result.max_error) else "-",
         answer,
@@ -85,7 +85,7 @@ def _mask_row(step: Step) -> Row:
     """Read the step's mask at the offsets that the tree implies, instead of the backend's."""
     wrong = mask_errors(step)
     verdict = "no: right cells, read at wrong places" if not wrong else f"!yes: {wrong} cells"
-    return ("the tree mask is wrong?", "the mask where it was built", "-", "-", verdict)
+    return ("the tree mask?", "B=16 mask, as built", "-", "-", verdict)
 
 
 def mask_errors(step: Step) -> int:
