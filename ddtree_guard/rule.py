@@ -12,6 +12,7 @@ from typing import Any
 from ddtree_guard.step import Step
 
 HEADINGS = ("Holds when", "Breaks as", "Usual cause", "Seen in")
+HEADLINE = 60  # characters; numbers and names from hostile data must not flood a log
 
 
 class Site(str, Enum):
@@ -126,6 +127,7 @@ class Rule:
             return None
         return dataclasses.replace(
             found,
+            headline=_clipped(found.headline),
             rule=self.id,
             name=self.name,
             scope=self.scope,
@@ -134,6 +136,10 @@ class Rule:
             bindings={**_bindings(step, found.request), **found.bindings},
             next_step=found.next_step or f"ddtree-guard explain {self.id}",
         )
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= HEADLINE else text[: HEADLINE - 3] + "..."
 
 
 def _bindings(step: Step, request: int | None) -> dict[str, int]:
