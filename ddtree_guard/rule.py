@@ -14,6 +14,10 @@ from ddtree_guard.step import Step
 HEADINGS = ("Holds when", "Breaks as", "Usual cause", "Seen in")
 
 
+class NotEvaluable(Exception):
+    """Raised by a check function that cannot judge this step's data; the text says why."""
+
+
 class Site(str, Enum):
     """The moment of a verify step at which a rule can first be evaluated."""
 
