@@ -263,6 +263,20 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """What both checkers said of this step: ids of broken rules that both could judge.
+
+    `hot` by the device kernel, `cold` by the NumPy rules; `partial` are rules of which the device
+    reads a sample; `first` is the device's first offender (request, row) per rule.
+    """
+
+    hot: tuple[str, ...] | None = None
+    cold: tuple[str, ...] | None = None
+    partial: tuple[str, ...] = ()
+    first: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Who:
     """Whose step this is."""
 
@@ -297,6 +311,7 @@ class Step:
     graph: Graph = field(default_factory=Graph)
     outcome: Outcome = field(default_factory=Outcome)
     limits: Limits = field(default_factory=Limits)
+    device: Device = field(default_factory=Device)
     who: Who = field(default_factory=Who)
     contract: Contract = field(default_factory=Contract)
 
@@ -359,7 +374,8 @@ def _shape(wanted: tuple[int | None, ...]) -> str:
 
 PARTS: Mapping[str, type] = {
     "widths": Widths, "layout": Layout, "mask": Mask, "tree": Tree, "positions": Positions,
-    "slots": Slots, "graph": Graph, "outcome": Outcome, "limits": Limits, "who": Who,
+    "slots": Slots, "graph": Graph, "outcome": Outcome, "limits": Limits, "device": Device,
+    "who": Who,
     "contract": Contract,
 }  # fmt: skip
 

@@ -1,0 +1,149 @@
+"""The small kernels around it: slots against the table before, acceptance after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ddtree_guard.device.protocol import (
+    cA1,
+    cA2,
+    cA3,
+    cK3,
+    cK4,
+    cKVI,
+    close_step,
+    cOUTCOME,
+    cTREE,
+    flag,
+    load_wide,
+    report,
+)
+
+# One compiled kernel serves every size and address.
+TABLE_ARGS = [
+    "state", "slots", "live_count", "lens", "kv", "kvi", "out", "sizes", "table", "pool_rows",
+    "w", "kv_extra", "enabled", "chunk", "kvi_numel", "table_rows", "table_cols", "table_stride",
+    "room", "reserved",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=TABLE_ARGS, do_not_specialize_on_alignment=TABLE_ARGS)
+def table_kernel(
+    state: Any, slots: Any, live_count: Any, lens: Any, kv: Any, kvi: Any, out: Any, sizes: Any,
+    table: Any, pool_rows: Any,
+    w: tl.int32, kv_extra: tl.int32, enabled: tl.int32, chunk: tl.int64, kvi_numel: tl.int64,
+    table_rows: tl.int64, table_cols: tl.int64, table_stride: tl.int64, room: tl.int64,
+    reserved: tl.int64, HAS: tl.constexpr, COLS: tl.constexpr,
+) -> None:  # fmt: skip
+    """K3 and K4, from the pre-replay hook. Grid (lanes, chunks): `chunk` columns a program."""
+    lane = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    live = lane < tl.load(live_count).to(tl.int64)
+    s = tl.load(lens + lane).to(tl.int64)
+    mine = tl.load(pool_rows + lane).to(tl.int64)
+    known = live & (mine >= 0) & (mine < table_rows)
+    line = tl.where(known, mine, 0) * table_stride
+    flags = tl.zeros([1, COLS], tl.int32)
+    where = tl.zeros([1, COLS], tl.int64)
+    if part == 0:
+        flags |= flag(live & ((known == 0) | (s > room)), cK3)
+        size = w.to(tl.int64)
+        if HAS & cTREE:
+            size = tl.load(sizes + lane).to(tl.int64)
+        for c in range(0, w, COLS):
+            cols = (c + tl.arange(0, COLS)[None, :]).to(tl.int64)
+            row = known & (cols < w)
+            slot = load_wide(out, lane * w + cols, row)
+            there = row & (s >= 0) & (s < table_cols) & (s + cols < table_cols)
+            entry = load_wide(table, line + tl.where(there, s + cols, 0), there)
+            wrong = row & ((there == 0) | (entry != slot)) & ((cols < size) | (slot != reserved))
+            where = tl.where(wrong & ((flags & cK3) == 0), cols, where)
+            flags |= flag(wrong, cK3)
+    if HAS & cKVI:
+        head = tl.load(kv + lane).to(tl.int64)
+        most = s + kv_extra
+        fits = known & (most >= 0) & (most <= table_cols)
+        most = tl.where(fits, most, 0)
+        ends = (head < 0) | (head > kvi_numel - most)
+        flags |= flag(fits & ends, cK4)
+        for c in range(part * chunk, tl.minimum(most, (part + 1) * chunk), COLS):
+            cols = c + tl.arange(0, COLS)[None, :]
+            here = fits & (ends == 0) & (cols < most)
+            entry = load_wide(table, line + cols, here)
+            flags |= flag(
+                here & (entry != load_wide(kvi, tl.where(here, head + cols, 0), here)), cK4
+            )
+    flags = flags & enabled
+    if tl.max(tl.max(flags, axis=1), axis=0) != 0:
+        report(slots, tl.load(state + 1) % 4, lane, where, flags)
+
+
+@triton.jit
+def _path(
+    lane: Any, w: Any, size: Any, length: Any, tokens: Any, parents: Any, predict: Any, accept: Any,
+    path: Any, base: Any, PATH: tl.constexpr,
+) -> Any:  # fmt: skip
+    """A1 of one request: the accepted rows are a path from the root that the target chose."""
+    step = tl.arange(0, PATH)[None, :]
+    used = (step < length) & (step < path)
+    row = load_wide(accept, lane * path + step, used) - base
+    known = used & (row >= 0) & (row < size)
+    before = load_wide(accept, lane * path + step - 1, used & (step > 0)) - base
+    chained = used & (step > 0) & (before >= 0) & (before < size)
+    parent = load_wide(parents, lane * w + tl.where(known, row, 0), known)
+    token = load_wide(tokens, lane * w + tl.where(known, row, 0), known)
+    chosen = load_wide(predict, lane * w + tl.where(chained, before, 0), chained)
+    wrong = tl.where(step == 0, row != 0, (parent != before) | (token != chosen))
+    flags = flag(used & ((known == 0) | wrong), cA1)
+    return flags, tl.where(known, row, 0), tl.max(tl.where(step == length - 1, row, -1), axis=1)
+
+
+# One compiled kernel serves every size and address.
+CLOSE_ARGS = [
+    "state", "slots", "live_count", "tokens", "parents", "sizes", "predict", "accept",
+    "accept_lens", "w", "path", "depth_max", "accept_stride", "enabled",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=CLOSE_ARGS, do_not_specialize_on_alignment=CLOSE_ARGS)
+def close_kernel(
+    state: Any, slots: Any, live_count: Any, tokens: Any, parents: Any, sizes: Any, predict: Any,
+    accept: Any, accept_lens: Any, w: tl.int32, path: tl.int32, depth_max: tl.int32,
+    accept_stride: tl.int32, enabled: tl.int32, HAS: tl.constexpr, PATH: tl.constexpr,
+    COLS: tl.constexpr,
+) -> None:  # fmt: skip
+    """A1 to A3 after verification, then close the step. Grid (lanes,), or (1,) without outcome."""
+    lane = tl.program_id(0).to(tl.int64)
+    begun = tl.load(state)
+    slot = (begun + 3) % 4
+    if HAS & cOUTCOME:
+        live = lane < tl.load(live_count).to(tl.int64)
+        size = tl.minimum(tl.load(sizes + lane).to(tl.int64), w)
+        length = tl.load(accept_lens + lane).to(tl.int64)
+        flags, row, last = _path(
+            lane, w, size, length, tokens, parents, predict, accept, path,
+            lane * accept_stride, PATH,
+        )  # fmt: skip
+        flags |= flag((length < 1) | (length > depth_max + 1), cA3)
+        flags = tl.where(live, flags, 0) & enabled
+        if tl.max(tl.max(flags, axis=1), axis=0) != 0:
+            report(slots, slot, lane, row, flags)
+        end = tl.max(last, axis=0)
+        ended = live & (end >= 0) & (end < size)
+        chosen = tl.load(predict + lane * w + end, mask=ended, other=0).to(tl.int64)
+        found = tl.zeros([1, COLS], tl.int32)
+        for c in range(0, w, COLS):
+            cols = (c + tl.arange(0, COLS)[None, :]).to(tl.int64)
+            kid = ended & (cols > 0) & (cols < size)
+            kid = kid & (load_wide(parents, lane * w + cols, kid) == end)
+            found |= flag(kid & (load_wide(tokens, lane * w + cols, kid) == chosen), cA2)
+        found = found & enabled
+        if tl.max(tl.max(found, axis=1), axis=0) != 0:
+            report(slots, slot, lane, tl.zeros([1, 1], tl.int64) + end, found)
+    if lane == 0:
+        closed = tl.load(state + 1)
+        if begun != closed:
+            close_step(state, slots, slot, begun)
