@@ -143,8 +143,11 @@ def _usable_cells(step: Step) -> Any:
     cells = step.mask.cells
     if cells is None:
         raise NotEvaluable("mask.cells is not in this step")
-    if cells.ndim != 1 or cells.dtype.kind not in "biu":
-        raise NotEvaluable(f"mask.cells is a {cells.ndim}-D array of {cells.dtype} (see W5)")
+    misfit = step.misfit("mask.cells")
+    if misfit:
+        raise NotEvaluable(f"mask.cells {misfit} (see W5)")
+    if cells.dtype.kind not in "biu" or cells.dtype.itemsize != 1:
+        raise NotEvaluable(f"mask.cells holds {cells.dtype}, expected bool or uint8")
     if step.contract.mask_unit != 1:
         raise NotEvaluable(f"the mask is packed, {step.contract.mask_unit} cells per element")
     return cells

@@ -360,7 +360,7 @@ class Step:
             want in (None, size) for want, size in zip(wanted, actual, strict=True)
         )
         text = " x ".join(declared)
-        return None if fits else f"has shape {actual}, expected {text} = {_shape(wanted)}"
+        return None if fits else f"has shape {_shape(actual)}, expected {text} = {_shape(wanted)}"
 
     def misfits(self) -> dict[str, str]:
         """Arrays whose shape is not the declared one: dotted path to a phrase with both shapes."""
