@@ -124,8 +124,8 @@ def walk_stops_early(step: Step) -> Finding | None:
     end = int(last[i, 0])
     return Finding(
         headline=f"request {i}: the walk stops above a matching row {r}",
-        equation=f"tokens[{i},{r}] = {int(tokens[at])} = predict[{i},{end}], expected the walk to go "
-        f"on from row {end} to row {r}",
+        equation=f"tokens[{i},{r}] = {int(tokens[at])} = predict[{i},{end}], expected the walk to "
+        f"go on from row {end} to row {r}",
         expected=f"row {r} accepted",
         actual=f"last accepted row {end}",
         request=i,
@@ -151,8 +151,8 @@ def _greedy(step: Step) -> Any:
 def commit_off_path(step: Step) -> Finding | None:
     """What is committed is the accepted path's tokens and the bonus token, cut at a stop.
 
-    Holds when: `1 <= L <= depth_max+1`, `L + truncated = accepted rows`, and the committed tokens are
-    `token[accept[1]], .., token[accept[n-1]], predict[accept[n-1]]`, the first L of them.
+    Holds when: `1 <= L <= depth_max+1`, `L + truncated = accepted rows`, and the committed tokens
+    are the first L of `token[accept[1]], .., token[accept[n-1]], predict[accept[n-1]]`.
     Breaks as: a token is repeated or lost at every step boundary, or text goes on behind the end
     of the answer.
     Usual cause: the bonus token counted twice or not at all, or lengths of the full path used
@@ -177,8 +177,8 @@ def _wrong_length(step: Step, lens: Any, cut: Any, lengths: Any) -> Finding | No
     ranged = f"1..{step.w if most is None else most}"
     return Finding(
         headline=f"request {i}: the committed length is not the path's",
-        equation=f"L = {count}, expected {ranged} and accepted rows - truncated = {nodes}-{behind} = "
-        f"{nodes - behind}",
+        equation=f"L = {count}, expected {ranged} and accepted rows - truncated = "
+        f"{nodes}-{behind} = {nodes - behind}",
         expected=str(nodes - behind),
         actual=str(count),
         request=i,

@@ -20,8 +20,8 @@ from ddtree_guard.step import Step
 def slot_outside_pool(step: Step) -> Finding | None:
     """Every slot id lies inside the pool that it is declared for.
 
-    Holds when: `0 <= id < N_pool` for out_cache_loc, for kv_indices as far as kv_indptr reaches, and
-    for every further index array (sliding-window, draft, recurrent), each in its own pool.
+    Holds when: `0 <= id < N_pool` for out_cache_loc, for kv_indices as far as kv_indptr reaches,
+    and for every further index array (sliding-window, draft, recurrent), each in its own pool.
     Breaks as: an illegal memory access, or keys read from and written to memory of other tensors.
     Usual cause: ids of the full pool used to index a smaller one.
     Seen in: I30.
@@ -107,45 +107,32 @@ def shared_write_slot(step: Step) -> Finding | None:
     Seen in: I35, I39.
     """
     out, bs = by_lane(step, "slots.out_cache_loc"), step.bs
-    sizes = optional(step, "tree.sizes")
-    rows = np.arange(step.w)
-    reserved = out == step.slots.reserved
-    # Padding rows of a live request may write the reserved slot instead of one of their own.
-    node = np.ones((bs, step.w), np.bool_) if sizes is None else rows < sizes[:, None]
-    writes = np.ones_like(reserved)
-    writes[:bs] = node | ~reserved[:bs]
-    writes[bs:] = out[bs:] != _pad_slot(step)
-    into_reserved = np.zeros_like(writes)
-    into_reserved[:bs] = reserved[:bs] & node
+    writes, into_reserved = _writes(step, out)
     earlier = _earlier_write(out, writes)
     stray = writes.copy()
     stray[:bs] = False
-    counts, owners = _per_row(step, "slots.refcounts"), _per_row(step, "slots.owners")
-    shared, foreign = np.zeros_like(writes), np.zeros_like(writes)
-    if counts is not None:
-        shared[:bs] = writes[:bs] & (counts[:bs] != 1)
-    if owners is not None:
-        foreign[:bs] = writes[:bs] & (owners[:bs] != np.arange(bs)[:, None])
+    shared = _unlike(step, "slots.refcounts", writes, 1)
+    foreign = _unlike(step, "slots.owners", writes, np.arange(bs)[:, None])
     at = first_cell(into_reserved | (earlier >= 0) | stray | shared | foreign)
     if at is None:
         return None
     i, r = at
+    expected, other = "a slot of its own", i
     if earlier[at] >= 0:
-        j, q = divmod(int(earlier[at]), step.w)
-        text, expected = f"already written by row {q} of request {j}", "a slot of its own"
-        other = j
+        other, row = divmod(int(earlier[at]), step.w)
+        text = f"already written by row {row} of request {other}"
     elif into_reserved[at]:
-        text, expected, other = "the slot reserved for padding", "a slot of its own", i
+        text = "the slot reserved for padding"
     elif stray[at]:
-        text, expected, other = "written by a padded lane", str(_pad_slot(step)), i
+        text, expected = "written by a padded lane", str(_pad_slot(step))
     elif shared[at]:
-        text = f"held {int(counts[at])} times"
-        expected, other = "reference count 1", i
+        count = int(by_lane(step, "slots.refcounts")[at])
+        text, expected = f"held {count} times", "reference count 1"
     else:
-        other = int(owners[at])
+        other = int(by_lane(step, "slots.owners")[at])
         text, expected = f"owned by request {other}", f"owned by request {i}"
     return Finding(
-        headline=f"{'padded lane' if i >= bs else 'request'} {i}: row {r} writes a slot not its own",
+        headline=f"{'lane' if i >= bs else 'request'} {i}: row {r} writes a slot not its own",
         equation=f"out_cache_loc[{i},{r}] = {int(out[at])} is {text}, expected {expected}",
         expected=expected,
         actual=str(int(out[at])),
@@ -154,6 +141,30 @@ def shared_write_slot(step: Step) -> Finding | None:
         victims=(other,) if 0 <= other < bs and other != i else (),
         cause=_share_cause(i >= bs, bool(shared[at])),
     )
+
+
+def _writes(step: Step, out: Any) -> tuple[Any, Any]:
+    """Rows that need a slot of their own, and nodes that write the reserved slot. bool, (BS, w).
+
+    Padding rows of a live request may write the reserved slot; padded lanes must write it.
+    """
+    bs, sizes = step.bs, optional(step, "tree.sizes")
+    live = np.full(bs, step.w) if sizes is None else sizes
+    node = np.arange(step.w) < live[:, None]
+    reserved = out == step.slots.reserved
+    writes, into_reserved = np.ones_like(reserved), np.zeros_like(reserved)
+    writes[:bs] = node | ~reserved[:bs]
+    writes[bs:] = out[bs:] != _pad_slot(step)
+    into_reserved[:bs] = reserved[:bs] & node
+    return writes, into_reserved
+
+
+def _unlike(step: Step, path: str, writes: Any, want: Any) -> Any:
+    """Writing rows of live requests whose optional evidence is not `want`. bool, (BS, w)."""
+    wrong = np.zeros_like(writes)
+    if step.get(path) is not None:
+        wrong[: step.bs] = writes[: step.bs] & (by_lane(step, path)[: step.bs] != want)
+    return wrong
 
 
 def _share_cause(padded: bool, shared: bool) -> str:
@@ -168,12 +179,8 @@ def _pad_slot(step: Step) -> int:
     return int(step.contract.pad_lanes.get("slots.out_cache_loc", step.slots.reserved))
 
 
-def _per_row(step: Step, path: str) -> Any:
-    return None if step.get(path) is None else by_lane(step, path)
-
-
 def _earlier_write(out: Any, writes: Any) -> Any:
-    """For each writing cell the flat index of the first earlier cell that writes its slot, or -1."""
+    """Flat index of the first earlier cell that writes the same slot, or -1, per cell. (BS, w)."""
     at = np.flatnonzero(writes)
     _, firsts, inverse = np.unique(out.reshape(-1)[at], return_index=True, return_inverse=True)
     origin = at[firsts[inverse]]
@@ -189,8 +196,8 @@ def _earlier_write(out: Any, writes: Any) -> Any:
 def write_slot_off_table(step: Step) -> Finding | None:
     """The slots that a request writes are those that its table row holds after the prefix.
 
-    Holds when: `req_to_token[i, s_i : s_i+w] = out_cache_loc[i]`, and `s_i + reserve` columns fit in a
-    table row.
+    Holds when: `req_to_token[i, s_i : s_i+w] = out_cache_loc[i]`, and `s_i + reserve` columns fit
+    in a table row.
     Breaks as: the keys of this step are never found again: the next step reads stale keys at the
     positions just committed. Past the row's end it is the next request's row that is written.
     Usual cause: the table was written with another length (the optimistic mirror) or another
@@ -264,8 +271,8 @@ def _off_table(
 def kv_index_off_table(step: Step) -> Finding | None:
     """Each request reads the keys that its own table row lists.
 
-    Holds when: kv_indices from `kv_indptr[i]` on equals `req_to_token[i, :s_i]` (up to `s_i+w` where
-    the contract includes the draft rows).
+    Holds when: kv_indices from `kv_indptr[i]` on equals `req_to_token[i, :s_i]` (up to `s_i+w`
+    where the contract includes the draft rows).
     Breaks as: a request attends to keys of another request or of its own past under wrong
     positions. Output is fluent and about something else.
     Usual cause: indices of an earlier batch in a captured buffer, or page ids used as slot ids.

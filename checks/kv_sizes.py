@@ -1,4 +1,4 @@
-"""KV sizes: buffers, pages, rings and integers are large enough, and every slot is accounted for."""
+"""KV sizes: buffers, pages, rings and integers are large enough, and no slot is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ddtree_guard.checks.common import first, first_cell
-from ddtree_guard.checks.rows import inside, ints, live_lens, lowest, optional
+from ddtree_guard.checks.rows import inside, ints, live_lens, lowest, optional, present
 from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
@@ -133,7 +133,7 @@ def page_unit_mismatch(step: Step) -> Finding | None:
             actual=str(kernel),
             cause="page ids were not expanded to the kernel's page size",
         )
-    if table is None or step.get("layout.prefix_lens") is None:
+    if table is None or present(step, "layout.prefix_lens") is None:
         return None
     return _wrong_page(step, page, live_lens(step), table)
 
@@ -202,8 +202,8 @@ def short_ring(step: Step) -> Finding | None:
     if pad is not None and pad < w:
         return Finding(
             headline="the write pad does not cover every row",
-            equation=f"write_pad = {int(pad)}, expected at least w = {w}: rows 0..{w - int(pad) - 1} "
-            "are never kept",
+            equation=f"write_pad = {int(pad)}, expected at least w = {w}: rows "
+            f"0..{w - int(pad) - 1} are never kept",
             expected=f">= {w}",
             actual=str(int(pad)),
             row=0,

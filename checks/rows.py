@@ -31,7 +31,7 @@ def optional(step: Step, path: str) -> Any:
 
 def live_lens(step: Step) -> Any:
     """Committed prefix length of each live request, from the device. int64, (bs,)."""
-    if step.padded_bs < step.bs:
+    if not 0 <= step.bs <= step.padded_bs:
         raise NotEvaluable(f"BS = {step.padded_bs} lanes cannot hold bs = {step.bs} requests")
     return ints(step, "layout.prefix_lens")[: step.bs]
 
@@ -39,7 +39,7 @@ def live_lens(step: Step) -> Any:
 def by_lane(step: Step, path: str) -> Any:
     """A per-row array as int64 (BS, w). Raises NotEvaluable if it holds another number of rows."""
     values, rows = ints(step, path), step.padded_bs * step.w
-    if step.padded_bs < step.bs or step.w < 1 or values.size != rows:
+    if not 0 <= step.bs <= step.padded_bs or step.w < 1 or values.size != rows:
         raise NotEvaluable(f"{path} holds {values.size} values, expected BS*w = {rows} (see W1)")
     return values.reshape(step.padded_bs, step.w)
 

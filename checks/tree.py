@@ -175,21 +175,18 @@ def links_off_tree(step: Step) -> Finding | None:
     if bad_index[at]:
         value, expected = f"retrieve_index[{i},{r}] = {int(index[at])}", str(int(want_index[at]))
         cause = "the row index was computed with another width or for another batch"
-    elif bad_child[at]:
-        value, expected = f"retrieve_next_token[{i},{r}] = {int(child[at])}", "-1 or a child"
-        cause = "links were built before the nodes were reordered, or belong to another tree"
-    elif bad_sibling[at]:
-        value, expected = f"retrieve_next_sibling[{i},{r}] = {int(sibling[at])}", "-1 or a sibling"
+    elif bad_child[at] or bad_sibling[at]:
+        name, link = ("token", child) if bad_child[at] else ("sibling", sibling)
+        kin = "child" if bad_child[at] else "sibling"
+        value, expected = f"retrieve_next_{name}[{i},{r}] = {int(link[at])}", f"-1 or a {kin}"
         cause = "links were built before the nodes were reordered, or belong to another tree"
     elif pads[at]:
         value = f"links[{i},{r}] = {int(child[at])} and {int(sibling[at])} on a padding row"
         expected, cause = "-1 and -1", "links of a larger tree were not cleared"
-    elif times[at] != 1:
-        value, expected = f"{int(times[at])} links lead to row {r}", "1 link"
-        cause = "a link was dropped or written twice while the lists were built"
     else:
-        value, expected = f"row {r} is reached 0 times from the root", "1 time"
-        cause = "the sibling list runs in a circle or hangs off an unreached node"
+        value = f"{int(times[at])} links lead to row {r}"
+        expected = "1 link, and a way to it from the root"
+        cause = "a link was dropped or written twice, or the sibling list runs in a circle"
     return Finding(
         headline=f"request {i}: the links at row {r} are not those of the tree",
         equation=f"{value}, expected {expected} (parents[{i},{r}] = {int(parents[at])})",
