@@ -1,0 +1,92 @@
+"""Checkers: how a launch is judged. This one reads the whole step to the host and runs the rules.
+
+On a CPU that is the only way; on a GPU it waits for the device in every step, so it is used there
+only to explain what the device checker found.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from ddtree_guard.guard import Guard
+from ddtree_guard.hooks.adapters import adapter_for
+from ddtree_guard.hooks.links import local_rows
+from ddtree_guard.hooks.observe import host
+from ddtree_guard.hooks.record import Record
+from ddtree_guard.hooks.view import View
+from ddtree_guard.rule import Finding, Site
+from ddtree_guard.step import Step
+
+BUILD_SITES = (Site.INIT, Site.BUILD, Site.LAUNCH, Site.CAPTURE, Site.REPLAY)
+
+
+class Checker(Protocol):
+    """What the runtime asks of a checker. Every method may fail; that is counted per site."""
+
+    kind: str
+
+    def capture(self, view: View) -> None:
+        """Inside the captured region, and in the warm-up runs before it."""
+
+    def build(self, record: Record, view: View) -> None:
+        """Metadata was built; attention comes next."""
+
+    def verify(self, record: Record) -> None:
+        """The worker's step ends; `record.outcome` is there if the acceptance was seen."""
+
+    def settle(self, record: Record) -> list[Finding]:
+        """SGLang has waited for the step: its findings. Must not wait for the device."""
+
+
+class HostChecker:
+    """Reads each step to the host and judges it with the NumPy rules."""
+
+    kind = "host"
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+
+    def capture(self, view: View) -> None:
+        """A capture leaves nothing to read: replays are checked before they run."""
+
+    def build(self, record: Record, view: View) -> None:
+        """Take the step and judge what was built."""
+        record.step = adapter_for(type(view.backend)).read_step(view)
+        record.findings = list(self.guard.check(record.step, BUILD_SITES).findings)
+        record.checked = True
+
+    def verify(self, record: Record) -> None:
+        """Judge what the acceptance made of the step."""
+        if record.step is None or record.outcome is None:
+            return
+        step = with_outcome(record.step, *record.outcome)
+        record.step = step
+        record.findings += self.guard.check(step, (Site.VERIFY,)).findings
+
+    def settle(self, record: Record) -> list[Finding]:
+        """Everything is known already."""
+        return record.findings
+
+
+def with_outcome(step: Step, predict: Any, index: Any, lens: Any) -> Step:
+    """The step with its acceptance. `predict` (bs*w,) and `index` (bs, path) count rows over the
+    batch; None where the algorithm walks a chain. `lens` counts committed tokens per request.
+    """
+    lens = host(lens, np.int64)[: step.bs]
+    if index is None:
+        return step.replace(outcome__accept_index=_chain(lens, step.w), outcome__accept_lens=lens)
+    rows = local_rows(host(index)[: step.bs], step.w)
+    return step.replace(
+        outcome__predict=host(predict, np.int64)[: step.bs * step.w].reshape(step.bs, step.w),
+        outcome__accept_index=rows,
+        outcome__accept_lens=lens,
+        outcome__walk="tree",
+    )
+
+
+def _chain(lens: Any, w: int) -> Any:
+    """The accepted rows of a chain: 0, 1, .. up to each request's length."""
+    rows = np.arange(w, dtype=np.int64)
+    return np.where(rows < lens[:, None], rows, -1)
