@@ -27,6 +27,12 @@ class Checker(Protocol):
 
     kind: str
 
+    def ready(self) -> None:
+        """Workers and graphs are built; the first request comes next."""
+
+    def self_test(self) -> str:
+        """What failed in a test of this checker, or an empty string."""
+
     def capture(self, view: View) -> None:
         """Inside the captured region, and in the warm-up runs before it."""
 
@@ -47,6 +53,13 @@ class HostChecker:
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
+
+    def ready(self) -> None:
+        """Nothing to do."""
+
+    def self_test(self) -> str:
+        """The rules were tested already."""
+        return ""
 
     def capture(self, view: View) -> None:
         """A capture leaves nothing to read: replays are checked before they run."""

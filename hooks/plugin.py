@@ -10,35 +10,53 @@ import os
 from collections.abc import Mapping
 
 from ddtree_guard.attention.backend import install
-from ddtree_guard.config import Backend, Config
+from ddtree_guard.config import PREFIX, Backend, Config, Mode
 from ddtree_guard.errors import GuardError, IncompatibleError
+from ddtree_guard.hooks.arm import GUARDS, scheduler_patch
 from ddtree_guard.hooks.facts import SUPPORTED, release
-from ddtree_guard.hooks.patching import PatchReport
+from ddtree_guard.hooks.patching import PatchReport, apply
 
 log = logging.getLogger("ddtree_guard")
 _INSTALLED: list[PatchReport] = []
 
 
 def load() -> None:
-    """Install what the environment asks for. SGLang calls it before it parses its arguments."""
+    """Install what the environment asks for. SGLang calls it before it parses its arguments.
+
+    In mode raise a guard that cannot be hooked ends the process with exit code 3: SGLang would
+    swallow an exception and serve unchecked.
+    """
     try:
         activate(os.environ)
     except GuardError as error:
         log.error("ddtree_guard NOT ACTIVE: %s Serving continues with SGLang's own code.", error)
+        if raises(os.environ):
+            raise SystemExit(error.exit_code) from None
     except Exception:
         log.exception("ddtree_guard NOT ACTIVE: this is our bug; serving continues unchecked.")
+        if raises(os.environ):
+            raise SystemExit(IncompatibleError.exit_code) from None
+
+
+def raises(env: Mapping[str, str]) -> bool:
+    """Whether the environment asks for mode raise, be the rest of it right or wrong."""
+    return env.get(PREFIX, "").strip().lower() == Mode.RAISE.value
 
 
 def activate(env: Mapping[str, str]) -> PatchReport | None:
-    """Read the configuration and install the backend choice; None where nothing is touched.
+    """Read the configuration; install the backend choice and, with a mode, the scheduler's hook.
 
-    Raises UsageError for a wrong value and IncompatibleError for an SGLang that cannot be hooked.
+    Returns the report of the backend choice, None where that touches nothing. Raises UsageError
+    for a wrong value and IncompatibleError for an SGLang that cannot be hooked.
     """
     config = Config.from_env(env)
     for warning in config.warnings:
         log.warning("ddtree_guard: %s", warning)
-    if config.backend is Backend.CORRECTED:
+    if config.backend is Backend.CORRECTED or config.mode is not Mode.OFF:
         check_host()
+    if config.mode is not Mode.OFF:
+        hook = scheduler_patch(config)
+        _INSTALLED.append(apply(hook.patches).require())
     report = install(config.backend)
     if report is not None:
         _INSTALLED.append(report)
@@ -54,6 +72,8 @@ def activate(env: Mapping[str, str]) -> PatchReport | None:
 def unload() -> tuple[str, ...]:
     """Undo every `load`; returns a sentence for each patch that somebody else has replaced."""
     kept: list[str] = []
+    while GUARDS:
+        kept += GUARDS.pop().remove()
     while _INSTALLED:
         kept += _INSTALLED.pop().restore()
     return tuple(kept)

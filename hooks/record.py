@@ -29,6 +29,7 @@ class Record:
     settled: bool = False
     ticket: Any = None
     spec: Any = None  # the verify input that the acceptance read
+    kv_before: list[int | None] = field(default_factory=list)
     outcome: tuple[Any, Any, Any] | None = None  # predict, accept index, accept lens, on the device
 
     @property

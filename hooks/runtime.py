@@ -11,7 +11,9 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -23,7 +25,9 @@ from ddtree_guard.errors import Violation
 from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.checker import Checker, HostChecker
 from ddtree_guard.hooks.fuses import Fuses
+from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
+from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.record import Coverage, Record
 from ddtree_guard.hooks.taint import Taints
@@ -84,7 +88,36 @@ class ServerGuard:
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         self._open: dict[int, tuple[Any, Record]] = {}
         self._steps = 0
+        self._reports: list[PatchReport] = []
+        self.hooks: dict[tuple[str, str], HookStatus] = {}
         self._depth = 0  # nested builds: a backend that calls its parent's, or wraps another
+
+    # --- hooks -----------------------------------------------------------------------------------
+    def install(self, hooks: Iterable[Hook]) -> tuple[HookStatus, ...]:
+        """Apply the hooks that are not in place yet. Returns the state of those."""
+        wanted = tuple(hook for hook in hooks if _key(hook) not in self.hooks)
+        report = apply([patch for hook in wanted for patch in hook.patches])
+        self._reports.append(report)
+        states = status(wanted, report)
+        self.hooks.update({_key(state.hook): state for state in states})
+        return states
+
+    def remove(self) -> tuple[str, ...]:
+        """Put every original back. A sentence for each that somebody else has replaced since."""
+        kept: list[str] = []
+        while self._reports:
+            kept += self._reports.pop().restore()
+        self.hooks.clear()
+        return tuple(kept)
+
+    @contextmanager
+    def nested(self) -> Iterator[bool]:
+        """Around an original that may call another hooked one: True for the outermost."""
+        self._depth += 1
+        try:
+            yield self._depth == 1
+        finally:
+            self._depth -= 1
 
     # --- init -----------------------------------------------------------------------------------
     @site("init")
@@ -98,6 +131,10 @@ class ServerGuard:
         report = self.guard.check(step, (Site.INIT,))
         record = Record(0, (), (), step=step)
         self._apply(record, list(report.findings), tokens_left=False)
+
+    def backends(self) -> list[tuple[Any, Any]]:
+        """(runner, backend) of every backend that is alive, oldest first."""
+        return [(runner, backend) for backend, runner in self._runners.items()]
 
     # --- one step -------------------------------------------------------------------------------
     @site("begin")
@@ -135,6 +172,9 @@ class ServerGuard:
     @site("build")
     def built(self, backend: Any, batch: Any, path: str) -> None:
         """The metadata of a verify launch stands in the buffers that attention will read."""
+        self._build(backend, batch, path)
+
+    def _build(self, backend: Any, batch: Any, path: str) -> None:
         record, runner = self.current, self._target(backend)
         if record is None or runner is None or not batch.forward_mode.is_target_verify():
             return
@@ -146,6 +186,27 @@ class ServerGuard:
             backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state
         )
         self.checker.build(record, record.view)
+
+    @site("build")
+    def replayed(self, backend: Any, given: dict[str, Any]) -> None:
+        """A replay of 0.5.12, which hands its fields over one by one."""
+        runner = self._target(backend)
+        if runner is None or self.current is None:
+            return
+        buffers, lanes, spec = runner.graph_runner.buffers, given["bs"], given["spec_info"]
+        rows = lanes * int(getattr(spec, "draft_token_num", 0) or 0)
+        batch = SimpleNamespace(
+            forward_mode=given["forward_mode"],
+            spec_info=spec,
+            batch_size=lanes,
+            req_pool_indices=given["req_pool_indices"][:lanes],
+            seq_lens=given["seq_lens"][:lanes],
+            seq_lens_cpu=given["seq_lens_cpu"],
+            input_ids=buffers.input_ids[:rows],
+            positions=buffers.positions[:rows],
+            out_cache_loc=buffers.out_cache_loc[:rows],
+        )
+        self._build(backend, batch, "graph")
 
     @site("verify")
     def accepted(self, spec: Any, predict: Any, lens: Any, index: Any) -> None:
@@ -181,12 +242,13 @@ class ServerGuard:
 
     @site("resolve")
     def _resolve(self, record: Record) -> None:
+        record.kv_before = [kv_length(req) for req in record.reqs]
         self._settle(record, tokens_left=False)
 
     @site("commit")
-    def commit(self, record: Record, tokens: list[Any], before: list[int | None]) -> None:
+    def commit(self, record: Record, tokens: list[Any]) -> None:
         """Lengths after the step against the tokens that were kept. All numbers are on the host."""
-        after = [kv_length(req) for req in record.reqs]
+        before, after = record.kv_before, [kv_length(req) for req in record.reqs]
         if record.step is None or len(tokens) != len(after) or None in (*before, *after):
             return
         kept = np.array([len(row) for row in tokens], np.int64)
@@ -284,6 +346,10 @@ class ServerGuard:
         """The runner of a backend that serves the target model, or None."""
         runner = self._runners.get(backend)
         return None if runner is None or runner.is_draft_worker else runner
+
+
+def _key(hook: Hook) -> tuple[str, str]:
+    return hook.site, hook.patches[0].target
 
 
 def kv_length(req: Any) -> int | None:

@@ -1,0 +1,47 @@
+"""A site and its alternatives, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ddtree_guard.hooks.patching import Patch, PatchReport
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One site: `required` ones must be in place for the guard to be armed."""
+
+    site: str
+    patches: tuple[Patch, ...]
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HookStatus:
+    """What became of a site: `applied`, or the status of its alternatives in words."""
+
+    hook: Hook
+    ok: bool
+    detail: str
+
+    @property
+    def blocking(self) -> bool:
+        """Whether the guard cannot be armed because of it."""
+        return self.hook.required and not self.ok
+
+
+def status(hooks: Iterable[Hook], report: PatchReport) -> tuple[HookStatus, ...]:
+    """The state of each site after its patches were applied."""
+    outcomes = {id(outcome.patch): outcome for outcome in report.outcomes}
+    found = []
+    for hook in hooks:
+        mine = [outcomes[id(patch)] for patch in hook.patches]
+        good = [outcome for outcome in mine if outcome.ok]
+        shown = good or mine
+        words = [
+            f"{outcome.patch.target} {outcome.status}{outcome.detail and ': ' + outcome.detail}"
+            for outcome in shown
+        ]
+        found.append(HookStatus(hook, bool(good), "; ".join(words)))
+    return tuple(found)
