@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.attention.backend import is_corrected
+from ddtree_guard.attention.backend import graph_mask, is_corrected
 from ddtree_guard.hooks.contracts import contract_of
 from ddtree_guard.hooks.facts import BUDGET, Facts, facts_of, release, stated_width
 from ddtree_guard.step import (
@@ -53,7 +53,7 @@ def read_step(
     if w is None:
         w = int(getattr(backend, facts.widths[-1]))
     args = runner.server_args
-    captured = captured_mask(backend, facts)
+    captured = graph_mask(backend, facts)
     algorithm = str(args.speculative_algorithm or "")
     return Step(
         bs=live,
@@ -83,12 +83,6 @@ def host(value: Any, dtype: Any = None) -> Any:
     if value is None:
         return None
     return np.array(value.detach().cpu().numpy(), dtype=dtype)
-
-
-def captured_mask(backend: Any, facts: Facts) -> Any:
-    """The mask buffer that captured graphs read, or None before capture."""
-    held = getattr(backend, facts.mask, None)
-    return getattr(held, "buffer", held)
 
 
 def _widths(backend: Any, facts: Facts, args: Any, w: int) -> Widths:
