@@ -137,6 +137,7 @@ def _model_config(sizes: Sizes) -> Any:
     return SimpleNamespace(
         attention_arch=sglang("configs.model_config").AttentionArch.MHA,
         context_len=sizes.context,
+        vocab_size=50_000,
         num_attention_heads=sizes.heads,
         get_max_num_attention_heads=lambda: sizes.heads,
         get_num_kv_heads=lambda *parallel: sizes.kv_heads,

@@ -18,6 +18,8 @@ from ddtree_guard.testing.cases import VerifyCase
 pytestmark = pytest.mark.sglang
 
 WIDTHS = (*range(2, 66), 129)
+# stock's captured mask has no room for the w tree columns (I11), at any width
+LATENT: dict[str, set[str]] = {"eager": set(), "graph": {"M5"}}
 FACTORS = list(itertools.product((2, 1, 3, 4), ("random", "chain", "star"), (1, 2, 4), (8, 16)))
 
 
@@ -72,7 +74,7 @@ def test_stock_is_wrong_above_the_block_and_the_guard_says_so(w: int, path: str)
     run = _run(case, "stock", path)
     if w == case.block:
         assert run.wrong_rows == ()
-        assert _check(run).findings == ()
+        assert set(_check(run).rules) <= LATENT[path]
     elif w > case.block:
         assert run.wrong_rows != ()
         assert {"W1", "W3"} <= set(_check(run).rules)
@@ -89,7 +91,7 @@ def test_stock_up_to_the_block(w: int, path: str) -> None:
     run = _run(case, "stock", path)
     if w == 8:
         assert run.wrong_rows == ()
-        assert _check(run).findings == ()
+        assert set(_check(run).rules) <= LATENT[path]
     else:
         assert not run.ran
         assert {"W1", "W3"} <= set(_check(run).rules)
