@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddtree_guard.errors import IncompatibleError, UsageError
+from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
@@ -181,6 +181,11 @@ def load_sglang() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    if "ddtree_guard.hooks.plugin" not in sys.modules:
+        raise IncompatibleError(
+            "SGLang was expected to load ddtree_guard through its entry point sglang.srt.plugins, "
+            "but did not; run `pip install -e .` in the checkout again."
+        )
 
 
 def experiment(plan: Experiment) -> Result:
@@ -272,6 +277,8 @@ def _quiet() -> Iterator[None]:
             os.dup2(noise.fileno(), 1)
             os.dup2(noise.fileno(), 2)
             yield
+        except GuardError:
+            raise
         except Exception:
             noise.seek(0)
             os.write(kept[1], b"failed\n" + noise.read()[-4000:])

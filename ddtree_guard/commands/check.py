@@ -93,7 +93,7 @@ def text(result: Recheck, list_all: bool = False) -> list[str]:
     if list_all:
         lines += render.not_checked(*result.reports)
     elif result.dump.redacted and result.dump.cannot_recheck:
-        names = ", ".join(sorted(result.dump.cannot_recheck))
+        names = render.plain(", ".join(sorted(result.dump.cannot_recheck)))
         lines.append(f"redacted dump, ids are hashes: {names} cannot be re-checked")
     return [*lines, result.summary]
 
@@ -101,7 +101,7 @@ def text(result: Recheck, list_all: bool = False) -> list[str]:
 def _lost(result: Recheck, rule: str) -> str:
     skipped = [n.why for r in result.reports for n in r.not_checked if n.rule == rule]
     why = f"not checked now: {skipped[0]}" if skipped else "this check finds it sound"
-    return f"{rule} was recorded when the dump was written; {render.plain(why)}"
+    return render.plain(f"{rule} was recorded when the dump was written; {why}")
 
 
 def as_json(result: Recheck) -> dict[str, Any]:

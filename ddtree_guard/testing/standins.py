@@ -144,8 +144,7 @@ def grow_trees(case: VerifyCase) -> Tree:
     """The trees of a case: its `parents`, or trees grown from its seed; tokens, depths, links."""
     rng = np.random.default_rng(case.seed)
     parents = [
-        case.parents[i] if case.parents is not None else _parents(rng, case)
-        for i in range(case.bs)
+        case.parents[i] if case.parents is not None else _parents(rng, case) for i in range(case.bs)
     ]
     shape = (case.bs, case.w)
     depths = np.zeros(shape, np.int64)
