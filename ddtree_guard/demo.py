@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
 from ddtree_guard.rule import Finding
@@ -41,8 +41,8 @@ class Experiment:
 
     name: str
     budget: int
-    backend: str
-    path: str
+    backend: Literal["stock", "corrected"]
+    path: Literal["eager", "graph"]
     clean: bool
     hypothesis: str
 

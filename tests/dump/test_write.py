@@ -96,7 +96,7 @@ def test_the_oldest_steps_are_left_out_of_a_large_dump(tmp_path: Path) -> None:
 
 
 def test_one_step_over_the_limit_is_refused_with_the_numbers(tmp_path: Path) -> None:
-    with pytest.raises(DumpTooLarge, match="one step takes 3 MB, more than .*DUMP_MAX_MB=2"):
+    with pytest.raises(DumpTooLarge, match=r"one step takes 3 MB, more than .*DUMP_MAX_MB=2"):
         writer(tmp_path, dump_max_mb=2).write([big_step(3.5)])
 
 
