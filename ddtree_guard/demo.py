@@ -178,14 +178,20 @@ def load_sglang() -> None:
     """
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
     os.environ["SGLANG_PLUGINS"] = "ddtree_guard"
+    os.environ["SGLANG_DDTREE_GUARD_BACKEND"] = "corrected"
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins import load_plugins
 
+    stock = ATTENTION_BACKENDS["triton"]
     load_plugins()
-    if "ddtree_guard.hooks.plugin" not in sys.modules:
+    if ATTENTION_BACKENDS["triton"] is stock:
         raise IncompatibleError(
             "SGLang was expected to load ddtree_guard through its entry point sglang.srt.plugins, "
-            "but did not; run `pip install -e .` in the checkout again."
+            "but its registry still holds the stock backend; run `pip install -e .` again."
         )
+    from ddtree_guard.hooks.plugin import unload
+
+    unload()  # the experiments choose their backend one by one
 
 
 def experiment(plan: Experiment) -> Result:
