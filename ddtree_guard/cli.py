@@ -111,7 +111,9 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _fail(sentence: str, code: int, argv: Sequence[str]) -> int:
-    print(f"{PROGRAM}: {sentence}", file=sys.stderr)
+    from ddtree_guard.render import plain  # a sentence may quote a hostile file
+
+    print(f"{PROGRAM}: {plain(sentence)}", file=sys.stderr)
     if "--json" in argv:
         print(json.dumps({"error": sentence, "exit": code}))
     return code

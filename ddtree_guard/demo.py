@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from ddtree_guard.errors import IncompatibleError, UsageError
+from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
@@ -41,8 +41,8 @@ class Experiment:
 
     name: str
     budget: int
-    backend: str
-    path: str
+    backend: Literal["stock", "corrected"]
+    path: Literal["eager", "graph"]
     clean: bool
     hypothesis: str
 
@@ -178,9 +178,20 @@ def load_sglang() -> None:
     """
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
     os.environ["SGLANG_PLUGINS"] = "ddtree_guard"
+    os.environ["SGLANG_DDTREE_GUARD_BACKEND"] = "corrected"
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins import load_plugins
 
+    stock = ATTENTION_BACKENDS["triton"]
     load_plugins()
+    if ATTENTION_BACKENDS["triton"] is stock:
+        raise IncompatibleError(
+            "SGLang was expected to load ddtree_guard through its entry point sglang.srt.plugins, "
+            "but its registry still holds the stock backend; run `pip install -e .` again."
+        )
+    from ddtree_guard.hooks.plugin import unload
+
+    unload()  # the experiments choose their backend one by one
 
 
 def experiment(plan: Experiment) -> Result:
@@ -272,6 +283,8 @@ def _quiet() -> Iterator[None]:
             os.dup2(noise.fileno(), 1)
             os.dup2(noise.fileno(), 2)
             yield
+        except GuardError:
+            raise
         except Exception:
             noise.seek(0)
             os.write(kept[1], b"failed\n" + noise.read()[-4000:])

@@ -42,7 +42,7 @@ def incident_id(finding: Finding, step: Step) -> str:
     """A short name for this finding, the same wherever it is rendered."""
     who = step.who
     seed = f"{finding.rule} {who.rank} {who.worker} {who.step_id} {finding.rid} {finding.row}"
-    return "dg-" + hashlib.blake2b(seed.encode(), digest_size=2).hexdigest()
+    return "dg-" + hashlib.blake2b(seed.encode(errors="replace"), digest_size=2).hexdigest()
 
 
 def line(
@@ -74,21 +74,20 @@ def parse_line(text: str) -> dict[str, str]:
 
 def block(finding: Finding, step: Step, dump: object | None = None) -> str:
     """Six lines for a person: what, the equation, the symbols, who, why, and what to do next."""
-    return "\n".join(
-        (
-            f"{finding.rule} {finding.name}: {plain(finding.headline)}",
-            f"  {plain(finding.equation)}",
-            f"  {_symbols(finding.bindings)}",
-            f"  {_who(finding, step)}",
-            f"  usual cause ({finding.confidence}): {plain(finding.cause) or 'not known'}",
-            f"  {_done(finding, dump)}",
-        )
+    lines = (
+        f"{finding.rule} {finding.name}: {finding.headline}",
+        f"  {finding.equation}",
+        f"  {_symbols(finding.bindings)}",
+        f"  {_who(finding, step)}",
+        f"  usual cause ({finding.confidence}): {finding.cause or 'not known'}",
+        f"  {_done(finding, dump)}",
     )
+    return "\n".join(map(plain, lines))
 
 
 def headline(finding: Finding) -> str:
     """Rule, defect name and what happened, in one line."""
-    return f"{finding.rule} {finding.name}: {plain(finding.headline)}"
+    return plain(f"{finding.rule} {finding.name}: {finding.headline}")
 
 
 def summary(*reports: Report, selected_out: int = 0) -> str:
@@ -157,10 +156,10 @@ def _who(finding: Finding, step: Step) -> str:
 
 def _done(finding: Finding, dump: object | None) -> str:
     left = {True: "tokens left", False: "tokens did not leave", None: "tokens: not known"}
-    parts = [plain(finding.action) or "reported", left[finding.tokens_left]]
+    parts = [finding.action or "reported", left[finding.tokens_left]]
     if dump is not None:
-        parts.append(f"dump {plain(str(dump))}")
-    return "; ".join([*parts, f"next: {plain(finding.next_step)}"])
+        parts.append(f"dump {dump}")
+    return "; ".join([*parts, f"next: {finding.next_step}"])
 
 
 def _left(tokens_left: bool | None) -> str:

@@ -229,7 +229,8 @@ def _tensor(key: str, info: Any, name: str) -> tuple[np.dtype[Any], tuple[int, .
         raise DumpError(f"the header of {name} does not give dtype, shape and place of {key!r}.")
     assert isinstance(shape, list)
     assert isinstance(span, list)
-    if info["dtype"] not in DTYPES or len(shape) > schema.MAX_DIMS or len(span) != 2:
+    known = isinstance(info["dtype"], str) and info["dtype"] in DTYPES
+    if not known or len(shape) > schema.MAX_DIMS or len(span) != 2:
         raise DumpError(
             f"{key} in {name} has dtype {str(info['dtype'])[:20]!r} and {len(shape)} dimensions; "
             f"expected one of {', '.join(DTYPES)} and at most {schema.MAX_DIMS}."

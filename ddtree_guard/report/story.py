@@ -84,7 +84,7 @@ _VERDICTS = {
 def _mask_row(step: Step) -> Row:
     """Read the step's mask at the offsets that the tree implies, instead of the backend's."""
     wrong = mask_errors(step)
-    verdict = "no: right cells, read at wrong places" if not wrong else f"!yes: {wrong} cells"
+    verdict = "no: read at wrong places" if not wrong else f"!yes: {wrong} cells"
     return ("the tree mask?", "B=16 mask, as built", "-", "-", verdict)
 
 
