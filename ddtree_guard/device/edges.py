@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -32,8 +30,8 @@ TABLE_ARGS = [
 
 @triton.jit(do_not_specialize=TABLE_ARGS, do_not_specialize_on_alignment=TABLE_ARGS)
 def table_kernel(
-    state: Any, slots: Any, live_count: Any, lens: Any, kv: Any, kvi: Any, out: Any, sizes: Any,
-    table: Any, pool_rows: Any,
+    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, kv: tl.tensor,
+    kvi: tl.tensor, out: tl.tensor, sizes: tl.tensor, table: tl.tensor, pool_rows: tl.tensor,
     w: tl.int32, kv_extra: tl.int32, enabled: tl.int32, chunk: tl.int64, kvi_numel: tl.int64,
     table_rows: tl.int64, table_cols: tl.int64, table_stride: tl.int64, room: tl.int64,
     reserved: tl.int64, HAS: tl.constexpr, COLS: tl.constexpr,
@@ -77,15 +75,16 @@ def table_kernel(
                 here & (entry != load_wide(kvi, tl.where(here, head + cols, 0), here)), cK4
             )
     flags = flags & enabled
-    if tl.max(tl.max(flags, axis=1), axis=0) != 0:
+    if tl.max(flags) != 0:
         report(slots, tl.load(state + 1) % 4, lane, where, flags)
 
 
 @triton.jit
 def _path(
-    lane: Any, w: Any, size: Any, length: Any, tokens: Any, parents: Any, predict: Any, accept: Any,
-    path: Any, base: Any, PATH: tl.constexpr,
-) -> Any:  # fmt: skip
+    lane: tl.tensor, w: tl.tensor, size: tl.tensor, length: tl.tensor, tokens: tl.tensor,
+    parents: tl.tensor, predict: tl.tensor, accept: tl.tensor, path: tl.tensor, base: tl.tensor,
+    PATH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """A1 of one request: the accepted rows are a path from the root that the target chose."""
     step = tl.arange(0, PATH)[None, :]
     used = (step < length) & (step < path)
@@ -110,8 +109,9 @@ CLOSE_ARGS = [
 
 @triton.jit(do_not_specialize=CLOSE_ARGS, do_not_specialize_on_alignment=CLOSE_ARGS)
 def close_kernel(
-    state: Any, slots: Any, live_count: Any, tokens: Any, parents: Any, sizes: Any, predict: Any,
-    accept: Any, accept_lens: Any, w: tl.int32, path: tl.int32, depth_max: tl.int32,
+    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
+    parents: tl.tensor, sizes: tl.tensor, predict: tl.tensor, accept: tl.tensor,
+    accept_lens: tl.tensor, w: tl.int32, path: tl.int32, depth_max: tl.int32,
     accept_stride: tl.int32, enabled: tl.int32, HAS: tl.constexpr, PATH: tl.constexpr,
     COLS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -129,7 +129,7 @@ def close_kernel(
         )  # fmt: skip
         flags |= flag((length < 1) | (length > depth_max + 1), cA3)
         flags = tl.where(live, flags, 0) & enabled
-        if tl.max(tl.max(flags, axis=1), axis=0) != 0:
+        if tl.max(flags) != 0:
             report(slots, slot, lane, row, flags)
         end = tl.max(last, axis=0)
         ended = live & (end >= 0) & (end < size)
@@ -141,7 +141,7 @@ def close_kernel(
             kid = kid & (load_wide(parents, lane * w + cols, kid) == end)
             found |= flag(kid & (load_wide(tokens, lane * w + cols, kid) == chosen), cA2)
         found = found & enabled
-        if tl.max(tl.max(found, axis=1), axis=0) != 0:
+        if tl.max(found) != 0:
             report(slots, slot, lane, tl.zeros([1, 1], tl.int64) + end, found)
     if lane == 0:
         closed = tl.load(state + 1)

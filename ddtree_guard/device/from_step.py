@@ -21,7 +21,7 @@ _LAYOUT = ("qo_indptr", "kv_indptr", "mask_indptr", "kv_indices")
 
 @dataclass(frozen=True, slots=True)
 class StepOperands:
-    """Every launch of one step. `table` and `outcome` are None where the Step lacks their arrays."""
+    """Every launch of one step. `table` and `outcome` are None without their arrays."""
 
     buffers: Buffers
     shape: Shape

@@ -1,8 +1,8 @@
 """`DeviceCheck`: owns the verdict buffer, launches bound operands, and reads verdicts back.
 
-One step: `check(operands)` (or a graph replay that captured it), `close(outcome)`, `collect()`; later
-`poll()`, where the host has already waited for the step. `check` and `close` may be captured: they
-neither allocate nor synchronise. Nothing here waits for the device.
+One step: `check(operands)` (or a graph replay that captured it), `close(outcome)`, `collect()`;
+later `poll()`, where the host has already waited for the step. `check` and `close` may be captured:
+they neither allocate nor synchronise. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DeviceCheck:
         self.reset()
 
     def reset(self) -> None:
-        """Forget open bits: after warm-up and capture, which check dummy batches. Not capturable."""
+        """Forget open bits, after warm-up and capture on dummy batches. Not capturable."""
         self.slots.zero_()
         self.slots[:, 8 : 8 + len(BITS)] = NO_OFFENDER
         self.state.zero_()

@@ -16,7 +16,7 @@ import triton
 from ddtree_guard.config import Depth
 from ddtree_guard.device.edges import close_kernel, table_kernel
 from ddtree_guard.device.kernel import verify_kernel
-from ddtree_guard.device.protocol import BITS, HAS_BITS
+from ddtree_guard.device.protocol import BITS, HAS_BITS, ROW_BLOCK
 from ddtree_guard.errors import UsageError
 from ddtree_guard.step import Contract
 
@@ -145,9 +145,10 @@ def verify_operands(
         0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
         pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),
     )  # fmt: skip
+    grid = (shape.lanes, triton.cdiv(shape.w, ROW_BLOCK) + triton.cdiv(shape.w, tile.rows))
     launch = bind(
-        verify_kernel, (shape.lanes, triton.cdiv(shape.w, tile.rows)), (state, slots, *tensors,
-        *numbers), tile.warps, HAS=sum(HAS_BITS[name] for name in has),
+        verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps,
+        HAS=sum(HAS_BITS[name] for name in has),
         LANES=max(16, triton.next_power_of_2(shape.lanes)), ROWS=tile.rows, COLS=tile.cols,
         WIDE=1024,
     )  # fmt: skip
