@@ -13,6 +13,7 @@ import torch
 
 from ddtree_guard.device.operands import (
     Buffers,
+    Decision,
     Operands,
     Shape,
     Tensor,
@@ -70,14 +71,9 @@ class DeviceCheck:
         """Operands of K3 and K4 for the eager pre-replay hook."""
         return table_operands(self.state, self.slots, buffers, shape, table, rows, **limits)
 
-    def bind_outcome(
-        self, buffers: Buffers, shape: Shape, predict: Tensor, accept: Tensor, lens: Tensor,
-        *, global_rows: bool = False,
-    ) -> Operands:  # fmt: skip
+    def bind_outcome(self, buffers: Buffers, shape: Shape, decision: Decision) -> Operands:
         """Operands that close a step with rules A1 to A3."""
-        return close_operands(
-            self.state, self.slots, buffers, shape, predict, accept, lens, global_rows=global_rows
-        )
+        return close_operands(self.state, self.slots, buffers, shape, decision)
 
     def check(self, operands: Operands) -> None:
         """Queue a check on the current stream."""
