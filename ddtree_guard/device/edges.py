@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -15,11 +13,13 @@ from ddtree_guard.device.protocol import (
     cK4,
     cKVI,
     close_step,
+    cNONE,
     cOUTCOME,
     cTREE,
     flag,
     load_wide,
     report,
+    report_lane,
 )
 
 # One compiled kernel serves every size and address.
@@ -32,8 +32,8 @@ TABLE_ARGS = [
 
 @triton.jit(do_not_specialize=TABLE_ARGS, do_not_specialize_on_alignment=TABLE_ARGS)
 def table_kernel(
-    state: Any, slots: Any, live_count: Any, lens: Any, kv: Any, kvi: Any, out: Any, sizes: Any,
-    table: Any, pool_rows: Any,
+    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, kv: tl.tensor,
+    kvi: tl.tensor, out: tl.tensor, sizes: tl.tensor, table: tl.tensor, pool_rows: tl.tensor,
     w: tl.int32, kv_extra: tl.int32, enabled: tl.int32, chunk: tl.int64, kvi_numel: tl.int64,
     table_rows: tl.int64, table_cols: tl.int64, table_stride: tl.int64, room: tl.int64,
     reserved: tl.int64, HAS: tl.constexpr, COLS: tl.constexpr,
@@ -77,43 +77,54 @@ def table_kernel(
                 here & (entry != load_wide(kvi, tl.where(here, head + cols, 0), here)), cK4
             )
     flags = flags & enabled
-    if tl.max(tl.max(flags, axis=1), axis=0) != 0:
+    if tl.max(flags) != 0:
         report(slots, tl.load(state + 1) % 4, lane, where, flags)
 
 
 @triton.jit
-def _path(
-    lane: Any, w: Any, size: Any, length: Any, tokens: Any, parents: Any, predict: Any, accept: Any,
-    path: Any, base: Any, PATH: tl.constexpr,
-) -> Any:  # fmt: skip
-    """A1 of one request: the accepted rows are a path from the root that the target chose."""
-    step = tl.arange(0, PATH)[None, :]
-    used = (step < length) & (step < path)
-    row = load_wide(accept, lane * path + step, used) - base
-    known = used & (row >= 0) & (row < size)
-    before = load_wide(accept, lane * path + step - 1, used & (step > 0)) - base
-    chained = used & (step > 0) & (before >= 0) & (before < size)
-    parent = load_wide(parents, lane * w + tl.where(known, row, 0), known)
-    token = load_wide(tokens, lane * w + tl.where(known, row, 0), known)
-    chosen = load_wide(predict, lane * w + tl.where(chained, before, 0), chained)
-    wrong = tl.where(step == 0, row != 0, (parent != before) | (token != chosen))
-    flags = flag(used & ((known == 0) | wrong), cA1)
-    return flags, tl.where(known, row, 0), tl.max(tl.where(step == length - 1, row, -1), axis=1)
+def _walk(
+    lane: tl.tensor, w: tl.tensor, size: tl.tensor, tokens: tl.tensor, parents: tl.tensor,
+    predict: tl.tensor, accept: tl.tensor, path: tl.tensor, base: tl.tensor, PATH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """A1 of one request: bits and rows per column of its path, the path's length and last row."""
+    step = tl.arange(0, PATH)
+    row = _row_of(accept, lane * path + step, step < path, base)
+    length = tl.minimum(tl.min(tl.where(row < 0, step, PATH)), path).to(tl.int64)
+    used = (step < tl.maximum(length, 1)) & (step < path)
+    before = _row_of(accept, lane * path + step - 1, (step > 0) & (step < path), base)
+    node = used & (row >= 0) & (row < w) & (row < size)
+    here = lane * w + tl.where(node, row, 0)
+    above = lane * w + tl.minimum(tl.maximum(before, 0), w - 1)
+    linked = load_wide(parents, here, node) == before
+    chosen = load_wide(tokens, here, node) == load_wide(predict, above, node & (step > 0))
+    good = node & tl.where(step == 0, row == 0, linked & chosen)
+    wrong = (used & (good == 0)) | ((used == 0) & (row >= 0) & (step < path))
+    named = tl.where((row >= 0) & (row < w), row, tl.minimum(tl.maximum(before, 0), w - 1))
+    return flag(wrong, cA1), named, length, tl.max(tl.where(step == length - 1, row, -1))
+
+
+@triton.jit
+def _row_of(accept: tl.tensor, at: tl.tensor, inside: tl.tensor, base: tl.tensor) -> tl.tensor:
+    """Rows within the request; -1 for padding, far out of range for another request's rows."""
+    raw = tl.load(accept + at, mask=inside, other=-1).to(tl.int64)
+    row = raw - base
+    return tl.where(raw < 0, -1, tl.where(row < 0, cNONE, row))
 
 
 # One compiled kernel serves every size and address.
 CLOSE_ARGS = [
     "state", "slots", "live_count", "tokens", "parents", "sizes", "predict", "accept",
-    "accept_lens", "w", "path", "depth_max", "accept_stride", "enabled",
+    "accept_lens", "cut", "greedy", "w", "path", "most", "accept_stride", "enabled",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=CLOSE_ARGS, do_not_specialize_on_alignment=CLOSE_ARGS)
 def close_kernel(
-    state: Any, slots: Any, live_count: Any, tokens: Any, parents: Any, sizes: Any, predict: Any,
-    accept: Any, accept_lens: Any, w: tl.int32, path: tl.int32, depth_max: tl.int32,
-    accept_stride: tl.int32, enabled: tl.int32, HAS: tl.constexpr, PATH: tl.constexpr,
-    COLS: tl.constexpr,
+    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
+    parents: tl.tensor, sizes: tl.tensor, predict: tl.tensor, accept: tl.tensor,
+    accept_lens: tl.tensor, cut: tl.tensor, greedy: tl.tensor, w: tl.int32, path: tl.int32,
+    most: tl.int64, accept_stride: tl.int32, enabled: tl.int32, HAS: tl.constexpr,
+    PATH: tl.constexpr, COLS: tl.constexpr,
 ) -> None:  # fmt: skip
     """A1 to A3 after verification, then close the step. Grid (lanes,), or (1,) without outcome."""
     lane = tl.program_id(0).to(tl.int64)
@@ -121,28 +132,28 @@ def close_kernel(
     slot = (begun + 3) % 4
     if HAS & cOUTCOME:
         live = lane < tl.load(live_count).to(tl.int64)
-        size = tl.minimum(tl.load(sizes + lane).to(tl.int64), w)
-        length = tl.load(accept_lens + lane).to(tl.int64)
-        flags, row, last = _path(
-            lane, w, size, length, tokens, parents, predict, accept, path,
-            lane * accept_stride, PATH,
-        )  # fmt: skip
-        flags |= flag((length < 1) | (length > depth_max + 1), cA3)
+        size = tl.load(sizes + lane).to(tl.int64)
+        lens = tl.load(accept_lens + lane).to(tl.int64)
+        gone = tl.load(cut + lane).to(tl.int64)
+        flags, row, length, end = _walk(
+            lane, w, size, tokens, parents, predict, accept, path, lane * accept_stride, PATH
+        )
+        wrong = (lens < 1) | (lens > most) | (gone < 0) | (gone > length) | (lens != length - gone)
         flags = tl.where(live, flags, 0) & enabled
-        if tl.max(tl.max(flags, axis=1), axis=0) != 0:
+        lane_bits = tl.where(live & wrong, cA3, 0) & enabled
+        ended = live & (length > 0) & (end >= 0) & (end < w) & (tl.load(greedy + lane) != 0)
+        chosen = load_wide(predict, lane * w + tl.where(ended, end, 0), ended)
+        if (tl.max(flags) != 0) | (lane_bits != 0):
             report(slots, slot, lane, row, flags)
-        end = tl.max(last, axis=0)
-        ended = live & (end >= 0) & (end < size)
-        chosen = tl.load(predict + lane * w + end, mask=ended, other=0).to(tl.int64)
-        found = tl.zeros([1, COLS], tl.int32)
+            report_lane(slots, slot, lane_bits.to(tl.int64), lane, lane, w)
         for c in range(0, w, COLS):
-            cols = (c + tl.arange(0, COLS)[None, :]).to(tl.int64)
-            kid = ended & (cols > 0) & (cols < size)
+            cols = c + tl.arange(0, COLS)
+            kid = ended & (cols > 0) & (cols < size) & (cols < w)
             kid = kid & (load_wide(parents, lane * w + cols, kid) == end)
-            found |= flag(kid & (load_wide(tokens, lane * w + cols, kid) == chosen), cA2)
-        found = found & enabled
-        if tl.max(tl.max(found, axis=1), axis=0) != 0:
-            report(slots, slot, lane, tl.zeros([1, 1], tl.int64) + end, found)
+            kid = kid & (load_wide(tokens, lane * w + cols, kid) == chosen)
+            found = flag(kid, cA2) & enabled
+            if tl.max(found) != 0:
+                report(slots, slot, lane, cols, found)
     if lane == 0:
         closed = tl.load(state + 1)
         if begun != closed:

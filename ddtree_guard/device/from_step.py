@@ -10,7 +10,7 @@ import torch
 
 from ddtree_guard.config import Depth
 from ddtree_guard.device.launch import DeviceCheck
-from ddtree_guard.device.operands import Buffers, Operands, Shape
+from ddtree_guard.device.operands import Buffers, Decision, Operands, Shape
 from ddtree_guard.step import Step
 
 _TREE = (
@@ -21,7 +21,7 @@ _LAYOUT = ("qo_indptr", "kv_indptr", "mask_indptr", "kv_indices")
 
 @dataclass(frozen=True, slots=True)
 class StepOperands:
-    """Every launch of one step. `table` and `outcome` are None where the Step lacks their arrays."""
+    """Every launch of one step. `table` and `outcome` are None without their arrays."""
 
     buffers: Buffers
     shape: Shape
@@ -113,14 +113,27 @@ def _outcome(check: DeviceCheck, step: Step, buffers: Buffers, shape: Shape) -> 
     misfits = step.misfits()
     if buffers.tokens is None or any(step.get(p) is None or p in misfits for p in paths):
         return None
-    extra = step.padded_bs - step.bs
+    outcome = step.outcome
+    greedy = outcome.greedy
+    if greedy is None:
+        greedy = np.full(step.bs, bool(outcome.greedy_kernel))
+    if outcome.masked_walk is not None:
+        greedy = np.asarray(greedy, bool) & (np.asarray(outcome.masked_walk) != 0)
 
-    def load(path: str) -> Any:
-        value = np.asarray(step.get(path))
-        value = np.concatenate([value, np.zeros((extra, *value.shape[1:]), value.dtype)])
-        return torch.from_numpy(value).to(check.device)
+    def load(value: Any) -> Any:
+        value = np.asarray(value)
+        extra = np.zeros((step.padded_bs - step.bs, *value.shape[1:]), value.dtype)
+        return torch.from_numpy(np.concatenate([value, extra])).to(check.device)
 
-    return check.bind_outcome(buffers, shape, *map(load, paths))
+    return check.bind_outcome(
+        buffers,
+        shape,
+        Decision(
+            *(load(step.get(path)) for path in paths),
+            cut=None if outcome.truncated is None else load(outcome.truncated),
+            greedy=load(np.asarray(greedy).astype(np.int32)),
+        ),
+    )
 
 
 def run_step(check: DeviceCheck, operands: StepOperands) -> None:

@@ -1,8 +1,8 @@
 """`DeviceCheck`: owns the verdict buffer, launches bound operands, and reads verdicts back.
 
-One step: `check(operands)` (or a graph replay that captured it), `close(outcome)`, `collect()`; later
-`poll()`, where the host has already waited for the step. `check` and `close` may be captured: they
-neither allocate nor synchronise. Nothing here waits for the device.
+One step: `check(operands)` (or a graph replay that captured it), `close(outcome)`, `collect()`;
+later `poll()`, where the host has already waited for the step. `check` and `close` may be captured:
+they neither allocate nor synchronise. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from ddtree_guard.device.operands import (
     Buffers,
+    Decision,
     Operands,
     Shape,
     Tensor,
@@ -53,7 +54,7 @@ class DeviceCheck:
         self.reset()
 
     def reset(self) -> None:
-        """Forget open bits: after warm-up and capture, which check dummy batches. Not capturable."""
+        """Forget open bits, after warm-up and capture on dummy batches. Not capturable."""
         self.slots.zero_()
         self.slots[:, 8 : 8 + len(BITS)] = NO_OFFENDER
         self.state.zero_()
@@ -70,14 +71,9 @@ class DeviceCheck:
         """Operands of K3 and K4 for the eager pre-replay hook."""
         return table_operands(self.state, self.slots, buffers, shape, table, rows, **limits)
 
-    def bind_outcome(
-        self, buffers: Buffers, shape: Shape, predict: Tensor, accept: Tensor, lens: Tensor,
-        *, global_rows: bool = False,
-    ) -> Operands:  # fmt: skip
+    def bind_outcome(self, buffers: Buffers, shape: Shape, decision: Decision) -> Operands:
         """Operands that close a step with rules A1 to A3."""
-        return close_operands(
-            self.state, self.slots, buffers, shape, predict, accept, lens, global_rows=global_rows
-        )
+        return close_operands(self.state, self.slots, buffers, shape, decision)
 
     def check(self, operands: Operands) -> None:
         """Queue a check on the current stream."""

@@ -16,7 +16,7 @@ import triton
 from ddtree_guard.config import Depth
 from ddtree_guard.device.edges import close_kernel, table_kernel
 from ddtree_guard.device.kernel import verify_kernel
-from ddtree_guard.device.protocol import BITS, HAS_BITS
+from ddtree_guard.device.protocol import BITS, HAS_BITS, ROW_BLOCK
 from ddtree_guard.errors import UsageError
 from ddtree_guard.step import Contract
 
@@ -145,9 +145,10 @@ def verify_operands(
         0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
         pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),
     )  # fmt: skip
+    grid = (shape.lanes, triton.cdiv(shape.w, ROW_BLOCK) + triton.cdiv(shape.w, tile.rows))
     launch = bind(
-        verify_kernel, (shape.lanes, triton.cdiv(shape.w, tile.rows)), (state, slots, *tensors,
-        *numbers), tile.warps, HAS=sum(HAS_BITS[name] for name in has),
+        verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps,
+        HAS=sum(HAS_BITS[name] for name in has),
         LANES=max(16, triton.next_power_of_2(shape.lanes)), ROWS=tile.rows, COLS=tile.cols,
         WIDE=1024,
     )  # fmt: skip
@@ -181,27 +182,44 @@ def table_operands(
     return Operands(rules, launch, args)
 
 
-def close_operands(
-    state: Tensor, slots: Tensor, buffers: Buffers, shape: Shape, predict: Tensor = None,
-    accept: Tensor = None, accept_lens: Tensor = None, *, global_rows: bool = False,
-) -> Operands:  # fmt: skip
-    """Bind `close_kernel`, with rules A1 to A3 where the outcome is given.
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The outcome of verification on the device.
 
-    `predict` (BS, w); `accept` (BS, path) rows within the request, or over the batch with
-    `global_rows`, -1 beyond the path; `accept_lens` (BS,) committed tokens.
+    `predict` (BS, w); `accept` (BS, path): rows within the request, or over the batch with
+    `global_rows`, -1 beyond the path; `lens` (BS,) committed tokens; `cut` (BS,) tokens cut behind a
+    stop, None for none; `greedy` (BS,) nonzero where the walk was greedy, None for everywhere.
     """
-    full = predict is not None and buffers.tokens is not None
-    rules = ("A1", "A2", "A3") if full else ()
-    path = accept.shape[-1] if full else 1
-    tree = (buffers.tokens, buffers.parents, buffers.sizes, predict, accept, accept_lens)
+
+    predict: Tensor
+    accept: Tensor
+    lens: Tensor
+    cut: Tensor = None
+    greedy: Tensor = None
+    global_rows: bool = False
+
+
+def close_operands(
+    state: Tensor, slots: Tensor, buffers: Buffers, shape: Shape, decision: Decision | None = None
+) -> Operands:
+    """Bind `close_kernel`, with rules A1 to A3 where a decision is given."""
+    most = shape.w if shape.depth_max is None else shape.depth_max + 1
+    if decision is None or buffers.tokens is None:
+        args = (state, slots, *(state,) * 9, shape.w, 1, most, 0, 0)
+        launch = bind(close_kernel, (1, 1), args, 1, HAS=0, PATH=1, COLS=128)
+        return Operands((), launch, args)
+    rules = ("A1", "A2", "A3")
+    zeros = torch.zeros(shape.lanes, dtype=torch.int64, device=state.device)
+    path = decision.accept.shape[-1]
     args = (
-        state, slots, buffers.live_count, *(tree if full else (state,) * len(tree)), shape.w, path,
-        _limit(shape.depth_max), shape.w if global_rows else 0, bit_set(rules),
+        state, slots, buffers.live_count, buffers.tokens, buffers.parents, buffers.sizes,
+        decision.predict, decision.accept, decision.lens, _or(decision.cut, zeros),
+        _or(decision.greedy, zeros + 1), shape.w, path, most,
+        shape.w if decision.global_rows else 0, bit_set(rules),
     )  # fmt: skip
     launch = bind(
-        close_kernel, (shape.lanes if full else 1, 1), args, 1,
-        HAS=HAS_BITS["outcome"] if full else 0, PATH=triton.next_power_of_2(path),
-        COLS=128,
+        close_kernel, (shape.lanes, 1), args, 1, HAS=HAS_BITS["outcome"],
+        PATH=triton.next_power_of_2(path), COLS=128,
     )  # fmt: skip
     return Operands(rules, launch, args)
 

@@ -1,17 +1,18 @@
 """The fused Triton kernels: one launch compares a verify step's buffers with its tree.
 
-Verdict protocol. `state` holds int64 words: [0] A, steps begun; [1] B, steps closed; [2] launches of
-`verify_kernel`. `slots` is int64 [4, WORDS]; a step's slot is `B % 4` while it is open:
-    word 0 magic, 1 step counter, 2 rule bits, 3 launches, 4 live requests, 8+k first offender of bit k
-`verify_kernel` and `table_kernel` read B and never write it; program (0, 0) of `verify_kernel` writes
-A = B + 1. `close_kernel` reads A and never writes it; its program 0 writes magic and counter into
+Verdict protocol. `state` holds int64 words: [0] A, steps begun; [1] B, steps closed; [2] launches
+of `verify_kernel`. `slots` is int64 [4, WORDS]; a step's slot is `B % 4` while it is open:
+    word 0 magic, 1 step counter, 2 rule bits, 3 launches, 4 live requests,
+    word 8+k first offender of bit k
+`verify_kernel` and `table_kernel` read B and never write it; program (0, 0) of `verify_kernel`
+writes A = B + 1. `close_kernel` reads A and never writes it; its program 0 writes magic and counter into
 the open slot, clears the next one and sets B = A. So no word is read and written by different
 programs of one launch, and stream order does the rest: there is no ticket, no fence and no
 atomic on a clean step. A verdict is valid once a copy queued after `close_kernel` has arrived.
 A launch that never ran leaves A = B: the counter stands still and the host sees a step unchecked.
 
-Bits accumulate by atomic OR; offenders by atomic minimum of `request * ROW_RADIX + row`, so the first
-one does not depend on scheduling. Both are touched only on a hit.
+Bits accumulate by atomic OR; offenders by atomic minimum of `request * ROW_RADIX + row`, so the
+first one does not depend on scheduling. Both are touched only on a hit.
 
 Bounds. Arrays indexed by lane or row are at least lanes*w long (`launch` refuses others). Every
 index taken from data (mask offsets, parents, links, slots) is range-checked in 64 bits before use.
@@ -30,6 +31,7 @@ import triton.language as tl
 MAGIC = 0x0DD7_9E57
 SLOTS, WORDS, ROW_RADIX = 4, 32, 4096
 NO_OFFENDER = 2**63 - 1
+ROW_BLOCK = 128  # rows per program of the rules about rows: one a thread
 BITS = {
     "W1": 0, "W2": 1, "W3": 2, "W4": 3, "W8": 4, "M1": 5, "M2": 6, "M4": 7, "M6": 8, "T1": 9,
     "T2": 10, "T3": 11, "T4": 12, "T6": 13, "P1": 14, "K1": 15, "K2": 16, "G4": 17, "A1": 18,
@@ -46,6 +48,7 @@ HAS_BITS = {
 # Kernels see globals as constexpr; the interpreter runs plain Python and wants plain integers.
 _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
 cMAGIC, cWORDS, cRADIX = _constant(MAGIC), _constant(WORDS), _constant(ROW_RADIX)
+cROW_BLOCK = _constant(ROW_BLOCK)
 cNONE, cRULES = _constant(NO_OFFENDER), _constant(len(BITS))
 cW1, cW2, cW3, cW4 = (_constant(BITS[name]) for name in ("W1", "W2", "W3", "W4"))
 cM1, cM2, cM3, cM4, cM6 = (_constant(1 << BITS[n]) for n in ("M1", "M2", "M3", "M4", "M6"))
@@ -62,29 +65,30 @@ cKVI, cSTRIDE, cMAJOR, cFULL = (
     _constant(HAS_BITS[n]) for n in ("kv_indices", "row_stride", "depth_major", "full")
 )
 cPAD_LEN, cPAD_SLOT, cPAD_POS, cOUTCOME, cCOMMITTED = (
-    _constant(HAS_BITS[n])
-    for n in ("pad_len", "pad_slot", "pad_position", "outcome", "committed")
+    _constant(HAS_BITS[n]) for n in ("pad_len", "pad_slot", "pad_position", "outcome", "committed")
 )
 
 
 @triton.jit
-def load_wide(pointer: Any, at: Any, inside: Any) -> Any:
+def load_wide(pointer: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """Load integers as int64; 0 where not inside."""
     return tl.load(pointer + at, mask=inside, other=0).to(tl.int64)
 
 
 @triton.jit
-def flag(wrong: Any, bit: Any) -> Any:
+def flag(wrong: tl.tensor, bit: tl.tensor) -> tl.tensor:
     return tl.where(wrong, bit, 0)
 
 
 @triton.jit
-def report(slots: Any, slot: Any, lane: Any, rows: Any, flags: Any) -> None:
+def report(
+    slots: tl.tensor, slot: tl.tensor, lane: tl.tensor, rows: tl.tensor, flags: tl.tensor
+) -> None:
     """Cold: OR the bits of these flags into the slot, and lower each rule's first offender."""
     base = slots + slot * cWORDS
     bits = lane * 0
     for k in range(cRULES):
-        row = tl.min(tl.min(tl.where(((flags >> k) & 1) != 0, rows, cRADIX), axis=1), axis=0)
+        row = tl.min(tl.where(((flags >> k) & 1) != 0, rows, cRADIX))
         if row < cRADIX:
             tl.atomic_min(base + 8 + k, lane * cRADIX + row, sem="relaxed")
             bits |= (lane * 0 + 1) << k
@@ -92,7 +96,14 @@ def report(slots: Any, slot: Any, lane: Any, rows: Any, flags: Any) -> None:
 
 
 @triton.jit
-def report_lane(slots: Any, slot: Any, bits: Any, lane: Any, w1_row: Any, w: Any) -> None:
+def report_lane(
+    slots: tl.tensor,
+    slot: tl.tensor,
+    bits: tl.tensor,
+    lane: tl.tensor,
+    w1_row: tl.tensor,
+    w: tl.tensor,
+) -> None:
     """Cold: the same for bits about a whole lane."""
     base = slots + slot * cWORDS
     for k in range(cRULES):
@@ -104,7 +115,13 @@ def report_lane(slots: Any, slot: Any, bits: Any, lane: Any, w1_row: Any, w: Any
 
 @triton.jit
 def begin_step(
-    state: Any, slots: Any, bs: Any, host_bits: Any, host_lane: Any, host_row: Any, w: Any
+    state: tl.tensor,
+    slots: tl.tensor,
+    bs: tl.tensor,
+    host_bits: tl.tensor,
+    host_lane: tl.tensor,
+    host_row: tl.tensor,
+    w: tl.tensor,
 ) -> None:
     """Say that the step has begun, and report what the host saw when it built the operands."""
     closed = tl.load(state + 1)
@@ -117,7 +134,7 @@ def begin_step(
 
 
 @triton.jit
-def close_step(state: Any, slots: Any, slot: Any, begun: Any) -> None:
+def close_step(state: tl.tensor, slots: tl.tensor, slot: tl.tensor, begun: tl.tensor) -> None:
     """Sign the open slot, clear the next one, and let the next step open it."""
     word = tl.arange(0, cWORDS)
     following = slots + (begun % 4) * cWORDS

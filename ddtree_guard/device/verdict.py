@@ -9,9 +9,9 @@ from typing import Any
 from ddtree_guard.device.protocol import BITS, MAGIC, NO_OFFENDER, ROW_RADIX
 from ddtree_guard.step import Device, Step
 
-# At depth `fast` the device reads a sample of what these rules read; K2 never leaves a request.
-PARTIAL = frozenset({"M1", "K1", "K2"})
-PARTIAL_FULL = frozenset({"K2"})
+# Of these the device reads a part: K2 within a request, A3 without the tokens; M1 and K1 at the ends.
+PARTIAL_FULL = frozenset({"K2", "A3"})
+PARTIAL = PARTIAL_FULL | {"M1", "K1"}
 
 
 @dataclass(frozen=True, slots=True)
