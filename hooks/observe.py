@@ -72,7 +72,7 @@ def read_step(
         positions=Positions(values=host(batch.positions)),
         slots=_slots(meta, batch, runner, live, w),
         graph=Graph(num_tokens=int(batch.input_ids.shape[0])) if path == "graph" else Graph(),
-        limits=_limits(backend, facts, runner, w),
+        limits=_limits(backend, meta, facts, runner, w),
         who=Who(
             rids=rids,
             step_id=step_id,
@@ -113,12 +113,12 @@ def _widths(backend: Any, facts: Facts, args: Any, w: int, draft: Any) -> Widths
     )
 
 
-def _limits(backend: Any, facts: Facts, runner: Any, w: int) -> Limits:
+def _limits(backend: Any, meta: Any, facts: Facts, runner: Any, w: int) -> Limits:
     """What the deployment holds, what its backend supports and what this step needs of it."""
     vocab = getattr(runner.model_config, "vocab_size", None)
     width = ("width_not_block",) if _follows(backend, facts) else ()
     needs = ("width_not_block",) if w != runner.server_args.speculative_num_draft_tokens else ()
-    masked = ("custom_mask",) if backend.forward_metadata.custom_mask is not None else ()
+    masked = ("custom_mask",) if meta.custom_mask is not None else ()
     return Limits(
         context=int(backend.max_context_len),
         vocab=None if vocab is None else int(vocab),
