@@ -9,9 +9,12 @@ import logging
 import os
 from typing import Any
 
+from ddtree_guard.checks import ALL
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.errors import IncompatibleError, Violation
 from ddtree_guard.hooks import boot
+from ddtree_guard.hooks.adapters import adapter_for
+from ddtree_guard.hooks.adapters.generic import LINKS
 from ddtree_guard.hooks.configuration import read_configuration
 from ddtree_guard.hooks.facts import release
 from ddtree_guard.hooks.hook import Hook
@@ -19,7 +22,7 @@ from ddtree_guard.hooks.patching import Original, Patch
 from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.runtime import ServerGuard
 from ddtree_guard.hooks.selftest import self_test
-from ddtree_guard.hooks.sites import SCHEDULER, scheduler_hooks, worker_hook
+from ddtree_guard.hooks.sites import SCHEDULER, scheduler_hooks, verify_hook, worker_hook
 from ddtree_guard.metrics import metrics_for
 from ddtree_guard.step import Step
 
@@ -93,7 +96,8 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
 
 def _arm(guard: ServerGuard, scheduler: Any) -> str:
     """Why this rank is not armed; empty if it is."""
-    guard.install([worker_hook(guard, scheduler.model_worker)])
+    worker = scheduler.model_worker
+    guard.install([worker_hook(guard, worker), verify_hook(guard, worker)])
     for state in guard.hooks.values():
         if state.blocking:
             return f"site {state.hook.site} is not hooked ({state.detail})"
@@ -129,7 +133,7 @@ def _report(config: Config, guard: ServerGuard | None, why: str) -> None:
             reports = boot.gather(store, world)
     if guard is not None:
         guard.metrics.set("armed", float(mine.armed))
-        guard.metrics.set("rules_active", len(_active(guard)))
+        guard.metrics.set("rules_active", len(active_rules(guard)))
         if store is not None and config.depth.value == "full":
             guard.digests = Digests(store, rank, world)
     for report in reports if rank == 0 else (mine,):
@@ -142,10 +146,26 @@ def _report(config: Config, guard: ServerGuard | None, why: str) -> None:
         raise IncompatibleError(refusal)
 
 
-def _active(guard: ServerGuard) -> list[str]:
-    step = configuration_of(guard)
-    skipped = step.contract.not_checked if step is not None else {}
-    return [rule.id for rule in guard.guard.rules if rule.id not in skipped]
+def active_rules(guard: ServerGuard) -> list[str]:
+    """Ids of the rules that can be evaluated: their fields are there and nothing exempts them."""
+    step, pairs = configuration_of(guard), guard.backends()
+    targets = [backend for runner, backend in pairs if not runner.is_draft_worker]
+    if step is None:
+        return []
+    supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step)}
+    if step.contract.chain:  # no arrays say that row r follows row r-1
+        supplied -= {"tree.parents", "tree.depths", "tree.sizes", *LINKS, "outcome.predict"}
+    return [
+        rule.id
+        for rule in guard.guard.rules
+        if rule.id not in step.contract.not_checked and supplied.issuperset(rule.needs)
+    ]
+
+
+def _given(step: Step) -> set[str]:
+    """The fields that the configuration step holds."""
+    paths = {path for rule in ALL for path in rule.needs if path.startswith(("widths.", "limits."))}
+    return {path for path in paths if step.get(path) not in (None, ())}
 
 
 def _boot_line(guard: ServerGuard, reports: tuple[boot.RankReport, ...]) -> str:
@@ -161,7 +181,7 @@ def _boot_line(guard: ServerGuard, reports: tuple[boot.RankReport, ...]) -> str:
         release=release(),
         armed=sum(report.armed for report in reports),
         world=len(reports),
-        active=len(_active(guard)),
+        active=len(active_rules(guard)),
         rules=len(guard.guard.rules),
         skipped=skipped,
         backend=step.who.backend_kind if step is not None else "unknown",

@@ -14,12 +14,12 @@ from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.adapters import adapter_for
 from ddtree_guard.hooks.links import local_rows
 from ddtree_guard.hooks.observe import host
-from ddtree_guard.hooks.record import Record
+from ddtree_guard.hooks.record import Record, Walk
 from ddtree_guard.hooks.view import View
 from ddtree_guard.rule import Finding, Site
 from ddtree_guard.step import Step
 
-BUILD_SITES = (Site.INIT, Site.BUILD, Site.LAUNCH, Site.CAPTURE, Site.REPLAY)
+BUILD_SITES = (Site.BUILD, Site.LAUNCH, Site.CAPTURE, Site.REPLAY)
 
 
 class Checker(Protocol):
@@ -53,6 +53,7 @@ class HostChecker:
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
+        self._states: set[str] = set()
 
     def ready(self) -> None:
         """Nothing to do."""
@@ -67,14 +68,20 @@ class HostChecker:
     def build(self, record: Record, view: View) -> None:
         """Take the step and judge what was built."""
         record.step = adapter_for(type(view.backend)).read_step(view)
-        record.findings = list(self.guard.check(record.step, BUILD_SITES).findings)
+        record.findings = list(self.guard.check(record.step, self._sites(record.step)).findings)
         record.checked = True
+
+    def _sites(self, step: Step) -> tuple[Site, ...]:
+        """The configuration is judged once per runtime state: adaptive speculation swaps widths."""
+        new = step.widths.state not in self._states
+        self._states.add(step.widths.state)
+        return (Site.INIT, *BUILD_SITES) if new else BUILD_SITES
 
     def verify(self, record: Record) -> None:
         """Judge what the acceptance made of the step."""
         if record.step is None or record.outcome is None:
             return
-        step = with_outcome(record.step, *record.outcome)
+        step = with_outcome(record.step, record.outcome)
         record.step = step
         record.findings += self.guard.check(step, (Site.VERIFY,)).findings
 
@@ -83,19 +90,18 @@ class HostChecker:
         return record.findings
 
 
-def with_outcome(step: Step, predict: Any, index: Any, lens: Any) -> Step:
-    """The step with its acceptance. `predict` (bs*w,) and `index` (bs, path) count rows over the
-    batch; None where the algorithm walks a chain. `lens` counts committed tokens per request.
-    """
-    lens = host(lens, np.int64)[: step.bs]
-    if index is None:
+def with_outcome(step: Step, walk: Walk) -> Step:
+    """The step with its acceptance, read to the host."""
+    lens = host(walk.lens, np.int64)[: step.bs]
+    if walk.index is None:
         return step.replace(outcome__accept_index=_chain(lens, step.w), outcome__accept_lens=lens)
-    rows = local_rows(host(index)[: step.bs], step.w)
+    predict = host(walk.predict, np.int64)[: step.bs * step.w]
     return step.replace(
-        outcome__predict=host(predict, np.int64)[: step.bs * step.w].reshape(step.bs, step.w),
-        outcome__accept_index=rows,
+        outcome__predict=predict.reshape(step.bs, step.w),
+        outcome__accept_index=local_rows(host(walk.index)[: step.bs], step.w),
         outcome__accept_lens=lens,
         outcome__walk="tree",
+        outcome__greedy_kernel=True if walk.greedy else None,
     )
 
 

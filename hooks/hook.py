@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ddtree_guard.hooks.patching import Patch, PatchReport
@@ -31,17 +30,11 @@ class HookStatus:
         return self.hook.required and not self.ok
 
 
-def status(hooks: Iterable[Hook], report: PatchReport) -> tuple[HookStatus, ...]:
-    """The state of each site after its patches were applied."""
-    outcomes = {id(outcome.patch): outcome for outcome in report.outcomes}
-    found = []
-    for hook in hooks:
-        mine = [outcomes[id(patch)] for patch in hook.patches]
-        good = [outcome for outcome in mine if outcome.ok]
-        shown = good or mine
-        words = [
-            f"{outcome.patch.target} {outcome.status}{outcome.detail and ': ' + outcome.detail}"
-            for outcome in shown
-        ]
-        found.append(HookStatus(hook, bool(good), "; ".join(words)))
-    return tuple(found)
+def status(hook: Hook, report: PatchReport) -> HookStatus:
+    """The state of a site after its patches were applied."""
+    good = [outcome for outcome in report.outcomes if outcome.ok]
+    words = [
+        f"{outcome.patch.target} {outcome.status}{outcome.detail and ': ' + outcome.detail}"
+        for outcome in good or report.outcomes
+    ]
+    return HookStatus(hook, bool(good), "; ".join(words) or "nothing to hook is loaded")

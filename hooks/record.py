@@ -11,6 +11,19 @@ from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The acceptance of a step, on the device. `predict` (bs*w,) and `index` (bs, path) count rows
+    over the batch; both are None for a chain. `lens` (bs,) counts committed tokens. `greedy` says
+    whether every request was verified greedily.
+    """
+
+    lens: Any
+    predict: Any = None
+    index: Any = None
+    greedy: bool = False
+
+
 @dataclass(slots=True)
 class Record:
     """What is known of a step so far. `reqs` are SGLang's own request objects.
@@ -28,9 +41,8 @@ class Record:
     checked: bool = False
     settled: bool = False
     ticket: Any = None
-    spec: Any = None  # the verify input that the acceptance read
     kv_before: list[int | None] = field(default_factory=list)
-    outcome: tuple[Any, Any, Any] | None = None  # predict, accept index, accept lens, on the device
+    outcome: Walk | None = None
 
     @property
     def built(self) -> bool:

@@ -29,7 +29,7 @@ from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
-from ddtree_guard.hooks.record import Coverage, Record
+from ddtree_guard.hooks.record import Coverage, Record, Walk
 from ddtree_guard.hooks.taint import Taints
 from ddtree_guard.hooks.view import View
 from ddtree_guard.metrics import Metrics
@@ -95,12 +95,17 @@ class ServerGuard:
     # --- hooks -----------------------------------------------------------------------------------
     def install(self, hooks: Iterable[Hook]) -> tuple[HookStatus, ...]:
         """Apply the hooks that are not in place yet. Returns the state of those."""
-        wanted = tuple(hook for hook in hooks if _key(hook) not in self.hooks)
-        report = apply([patch for hook in wanted for patch in hook.patches])
-        self._reports.append(report)
-        states = status(wanted, report)
+        states = tuple(self._hook(hook) for hook in hooks if _key(hook) not in self.hooks)
         self.hooks.update({_key(state.hook): state for state in states})
         return states
+
+    def _hook(self, hook: Hook) -> HookStatus:
+        try:
+            report = apply(hook.patches)
+            self._reports.append(report)
+        except ImportError as error:  # SGLang's own module does not import here
+            return HookStatus(hook, False, f"{type(error).__name__}: {error}")
+        return status(hook, report)
 
     def remove(self) -> tuple[str, ...]:
         """Put every original back. A sentence for each that somebody else has replaced since."""
@@ -209,11 +214,12 @@ class ServerGuard:
         self._build(backend, batch, "graph")
 
     @site("verify")
-    def accepted(self, spec: Any, predict: Any, lens: Any, index: Any) -> None:
+    def accepted(self, batch: Any, predict: Any, lens: Any, index: Any) -> None:
         """The tree walk of the current step: device tensors, rows counted over the batch."""
         if self.current is not None:
-            self.current.spec = spec
-            self.current.outcome = (predict, index, lens)
+            info = getattr(batch, "sampling_info", None)
+            greedy = bool(getattr(info, "is_all_greedy", False))
+            self.current.outcome = Walk(lens, predict, index, greedy)
 
     @site("verify")
     def end(self, result: Any) -> None:
@@ -228,8 +234,8 @@ class ServerGuard:
             self._settle(stale, tokens_left=None)
         self._open[id(result)] = (result, record)
         if record.outcome is None and getattr(result, "accept_lens", None) is not None:
-            record.outcome = (None, None, result.accept_lens)
-        if record.outcome is not None and record.outcome[1] is None and not _is_chain(record):
+            record.outcome = Walk(result.accept_lens)
+        if record.outcome is not None and record.outcome.index is None and not _is_chain(record):
             record.outcome = None  # a tree whose walk was not seen
         self.checker.verify(record)
 
@@ -349,7 +355,7 @@ class ServerGuard:
 
 
 def _key(hook: Hook) -> tuple[str, str]:
-    return hook.site, hook.patches[0].target
+    return hook.site, hook.patches[0].target if hook.patches else ""
 
 
 def kv_length(req: Any) -> int | None:

@@ -11,6 +11,7 @@ runs inside `ServerGuard`, which keeps its faults to itself.
 from __future__ import annotations
 
 import functools
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ _RESULTS_V1 = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOut
 
 def scheduler_hooks(guard: ServerGuard) -> tuple[Hook, ...]:
     """Sites whose targets exist before any model is built."""
-    return (_init_hook(guard), _verify_hook(guard), *_resolve_hooks(guard))
+    return (_init_hook(guard), *_resolve_hooks(guard))
 
 
 def _init_hook(guard: ServerGuard) -> Hook:
@@ -224,36 +225,35 @@ def worker_hook(guard: ServerGuard, worker: Any) -> Hook:
     return Hook("worker", (Patch(target, why, wrap, ("self",), False),))
 
 
-def _verify_hook(guard: ServerGuard) -> Hook:
-    """The tree walk. DFLASH has none: its accepted lengths come with the worker's result."""
+def verify_hook(guard: ServerGuard, worker: Any) -> Hook:
+    """The tree walk, where the live worker's modules call one. DFLASH has none: its accepted
+    lengths come with the worker's result.
+    """
 
     def wrap(original: Original) -> Any:
         @functools.wraps(original.value)
         def eagle_sample(*args: Any, **kwargs: Any) -> Any:
             result = original.value(*args, **kwargs)
-            spec = args[0] if args else kwargs.get("verify_input")
-            guard.accepted(spec, *result)
+            batch = args[1] if len(args) > 1 else kwargs.get("batch")
+            guard.accepted(batch, *result)
             return result
 
         return eagle_sample
 
     why = "sees the accepted path and the target's tokens before anything is committed"
     names = ("verify_input", "batch", "logits_output")
-    return Hook(
-        "verify",
-        (
-            Patch(f"{_SPEC}.eagle_worker_common.eagle_sample", why, wrap, names, False),
-            Patch(f"{_SPEC}.ngram_worker.eagle_sample", why, wrap, names, False),
-            Patch(
-                f"{_SPEC}.eagle_info_v2.EagleVerifyInputV2Mixin.sample",
-                why,
-                wrap,
-                ("self", "batch", "logits_output"),
-                False,
-            ),
-        ),
-        required=False,
-    )
+    modules = [c.__module__ for c in type(worker).__mro__]
+    # only what the process has imported: a walk that is not loaded is not used
+    modules += [f"{_SPEC}.eagle_worker_common"]
+    found = [
+        Patch(f"{name}.eagle_sample", why, wrap, names, False)
+        for name in dict.fromkeys(modules)
+        if hasattr(sys.modules.get(name), "eagle_sample")
+    ]
+    method = f"{_SPEC}.eagle_info_v2.EagleVerifyInputV2Mixin.sample"
+    if f"{_SPEC}.eagle_info_v2" in sys.modules:
+        found.append(Patch(method, why, wrap, ("self", "batch", "logits_output"), False))
+    return Hook("verify", tuple(found), required=False)
 
 
 def _resolve_hooks(guard: ServerGuard) -> tuple[Hook, ...]:

@@ -25,27 +25,37 @@ class ReadStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`match` looks at a backend class; `read_step` reads a launch of such a backend."""
+    """`match` looks at a backend class; `read_step` reads a launch of such a backend.
+
+    `supplies` lists the Step fields (dotted paths) that it fills: rules that need others are
+    counted as not active in the boot line. Acceptance and lengths come from other hooks.
+    """
 
     name: str
     match: Callable[[type], bool]
     read_step: ReadStep
+    supplies: tuple[str, ...] = ()
 
 
 _BUILT_IN = (
-    Adapter("triton", triton.match, triton.read_step),
-    Adapter("generic", lambda backend_class: True, generic.read_step),
+    Adapter("triton", triton.match, triton.read_step, triton.SUPPLIES),
+    Adapter("generic", lambda backend_class: True, generic.read_step, generic.SUPPLIES),
 )
 _REGISTERED: list[Adapter] = []
 
 
-def register_adapter(name: str, match: Callable[[type], bool], read_step: ReadStep) -> Adapter:
+def register_adapter(
+    name: str,
+    match: Callable[[type], bool],
+    read_step: ReadStep,
+    supplies: tuple[str, ...] = generic.SUPPLIES,
+) -> Adapter:
     """Use `read_step` for backend classes that `match`. The newest registration wins.
 
     Call it from a plugin of your own, before SGLang builds its backends. Returns the adapter, for
     `unregister_adapter`.
     """
-    adapter = Adapter(name, match, read_step)
+    adapter = Adapter(name, match, read_step, supplies)
     _REGISTERED.insert(0, adapter)
     return adapter
 

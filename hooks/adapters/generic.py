@@ -13,6 +13,16 @@ from ddtree_guard.hooks.observe import host, tree_of
 from ddtree_guard.hooks.view import View
 from ddtree_guard.step import Layout, Limits, Positions, Slots, Step, Who, Widths
 
+TREE = ("tree.tokens", "tree.parents", "tree.depths", "tree.sizes")
+LINKS = ("tree.retrieve_index", "tree.retrieve_next_token", "tree.retrieve_next_sibling")
+OUTCOME = (  # from the hooks of the walk and of the commit
+    "outcome.predict", "outcome.accept_index", "outcome.accept_lens", "outcome.delta_kv",
+)  # fmt: skip
+SUPPLIES = (
+    *TREE, *LINKS, *OUTCOME, "layout.prefix_lens", "positions.values", "slots.out_cache_loc",
+    "slots.req_to_token", "slots.pools", "slots.row_width", "limits.context", "limits.vocab",
+    "who.rids",
+)  # fmt: skip
 _STATED = ("num_tokens_per_req", "draft_token_num")
 
 
