@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ddtree_guard.guard import Guard
@@ -17,14 +19,14 @@ def _case(w: int, path: str, **changes: object) -> VerifyCase:
     return VerifyCase(padded_bs=5 if path == "graph" else None, **size)  # type: ignore[arg-type]
 
 
-def _facts():  # noqa: ANN202
+def _facts() -> Any:
     from ddtree_guard.hooks.facts import facts_of
     from ddtree_guard.testing.fakes import sglang
 
     return facts_of(sglang("layers.attention.triton_backend").TritonAttnBackend)
 
 
-def _run(case: VerifyCase, choice: str, path: str):  # noqa: ANN202
+def _run(case: VerifyCase, choice: str, path: str) -> Any:
     from ddtree_guard.testing.standins import build_backend, run_verify
 
     return run_verify(build_backend(case, choice), case, path)
