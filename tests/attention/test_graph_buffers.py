@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ddtree_guard.attention.reference import visible
@@ -10,7 +12,7 @@ from ddtree_guard.guard import Guard
 pytestmark = pytest.mark.sglang
 
 
-def _full(block: int):  # noqa: ANN202
+def _full(block: int) -> Any:
     from ddtree_guard.testing.standins import VerifyCase
 
     return VerifyCase(
@@ -36,7 +38,7 @@ def test_corrected_holds_full_context_and_full_batch(block: int, choice: str) ->
     assert Guard().check(run.step).findings == ()
 
 
-def _short_after_long(choice: str):  # noqa: ANN202
+def _short_after_long(choice: str) -> Any:
     """A backend whose graph has just replayed a short step after a long one; the short run."""
     from ddtree_guard.testing import fakes, standins
     from ddtree_guard.testing.batches import verify_batch
@@ -55,7 +57,7 @@ def _short_after_long(choice: str):  # noqa: ANN202
     return standins.finish(backend, inputs, batch, "graph"), inputs
 
 
-def _read_cells(step, lane: int):  # noqa: ANN001, ANN202
+def _read_cells(step: Any, lane: int) -> Any:
     """The tree columns of a lane's rows, as the kernel addresses them."""
     w, s = step.w, int(step.layout.prefix_lens[lane])
     start = int(step.layout.mask_indptr[lane])

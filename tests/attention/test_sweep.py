@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -39,13 +40,13 @@ def _case(w: int, path: str) -> VerifyCase:
     )
 
 
-def _run(case: VerifyCase, choice: str, path: str):  # noqa: ANN202
+def _run(case: VerifyCase, choice: str, path: str) -> Any:
     from ddtree_guard.testing.standins import build_backend, run_verify
 
     return run_verify(build_backend(case, choice), case, path)
 
 
-def _check(run) -> Report:  # noqa: ANN001
+def _check(run: Any) -> Report:
     return Guard().check(run.step)
 
 
