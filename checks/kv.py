@@ -289,7 +289,7 @@ def kv_index_off_table(step: Step) -> Finding | None:
             )
         if not 0 <= start <= len(indices) - n:
             return Finding(
-                headline=f"request {i}: kv_indices ends before its prefix does",
+                headline=f"request {i}: kv_indices does not cover its prefix",
                 equation=f"kv_indptr[{i}]+{n} = {start}+{n} = {start + n}, expected at most "
                 f"{len(indices)} entries",
                 expected=f"<= {len(indices)}",
