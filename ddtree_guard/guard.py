@@ -83,8 +83,8 @@ class Guard:
             if why is None:
                 try:
                     finding = rule.check(step)
-                except NotEvaluable as error:
-                    why = str(error)
+                except NotEvaluable as reason:
+                    why = str(reason)
                 except Exception as error:
                     why = f"the rule failed on this data: {type(error).__name__}: {error}"
                 else:
