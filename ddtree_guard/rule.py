@@ -15,10 +15,6 @@ HEADINGS = ("Holds when", "Breaks as", "Usual cause", "Seen in")
 HEADLINE = 60  # characters; numbers and names from hostile data must not flood a log
 
 
-class NotEvaluable(Exception):
-    """Raised by a check function that cannot judge this step's data; the text says why."""
-
-
 class Site(str, Enum):
     """The moment of a verify step at which a rule can first be evaluated."""
 
