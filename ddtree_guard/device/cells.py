@@ -19,7 +19,6 @@ from ddtree_guard.device.protocol import (
     cMAJOR,
     cOUT,
     cT2,
-    cT3,
     cT4,
     cTREE,
     flag,
@@ -80,19 +79,17 @@ def judge_mask(
 def judge_pairs(
     first: tl.tensor, rows: tl.tensor, cols: tl.tensor, w: tl.tensor, parent: tl.tensor,
     node: tl.tensor, token: tl.tensor, slot: tl.tensor, parents: tl.tensor, tokens: tl.tensor,
-    sibling: tl.tensor, out: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr,
+    out: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """T2, T3, T4 and K2 between a block of rows and a block of earlier rows."""
+    """T2, T4 and K2 between a block of rows and a block of earlier rows."""
     at = first + cols
     inside = cols < w
     earlier = inside & (cols < rows) & (rows < w)
     flags = (rows + cols) * 0
     if HAS & cTREE:
-        kin = earlier & node & (cols > 0) & (load_wide(parents, at, inside) == parent)
-        flags |= flag(kin & (load_wide(tokens, at, inside) == token), cT4)
-        if HAS & cLINKS:
-            side = load_wide(sibling, at, inside)
-            flags |= flag(kin & ((side <= cols) | (side > rows)), cT3)
+        kin = earlier & node & (load_wide(parents, at, inside) == parent)
+        twin = (cols > 0) & (load_wide(tokens, at, inside) == token)
+        flags |= flag(kin & twin, cT4)
         if HAS & cMAJOR:
             apart = load_wide(parents, first + rows - 1, node & (rows > 0)) != parent
             flags |= flag(kin & apart, cT2)

@@ -125,15 +125,10 @@ def _outcome(check: DeviceCheck, step: Step, buffers: Buffers, shape: Shape) -> 
         extra = np.zeros((step.padded_bs - step.bs, *value.shape[1:]), value.dtype)
         return torch.from_numpy(np.concatenate([value, extra])).to(check.device)
 
-    return check.bind_outcome(
-        buffers,
-        shape,
-        Decision(
-            *(load(step.get(path)) for path in paths),
-            cut=None if outcome.truncated is None else load(outcome.truncated),
-            greedy=load(np.asarray(greedy).astype(np.int32)),
-        ),
-    )
+    predict, accept, lens = (load(step.get(path)) for path in paths)
+    cut = None if outcome.truncated is None else load(outcome.truncated)
+    decision = Decision(predict, accept, lens, cut, load(np.asarray(greedy).astype(np.int32)))
+    return check.bind_outcome(buffers, shape, decision)
 
 
 def run_step(check: DeviceCheck, operands: StepOperands) -> None:

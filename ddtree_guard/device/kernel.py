@@ -43,6 +43,7 @@ from ddtree_guard.device.protocol import (
     report_lane,
 )
 from ddtree_guard.device.rows import (
+    judge_chains,
     judge_kv_ends,
     judge_layout,
     judge_links,
@@ -83,10 +84,13 @@ def _row_program(
             first, rows, w, size, tokens, parents, depths, depth_max, vocab, pad_rows, HAS
         )
         if HAS & cLINKS:
-            flags |= judge_links(
+            found, disorder = judge_links(
                 first, rows, w, size, parent, up, linked, node, parents, index, child, sibling,
                 pad_rows,
             )  # fmt: skip
+            flags |= found
+            if tl.max((disorder & live).to(tl.int32)) != 0:
+                flags |= judge_chains(first, rows, w, up, linked, child, sibling)
     if HAS & cOUT:
         slot = load_wide(out, first + rows, inside)
         found, stray = judge_slots(slot, inside, node, pool, pad_slot, reserved, HAS)
@@ -116,8 +120,8 @@ def _row_program(
 def _cell_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, kv: tl.tensor,
     mi: tl.tensor, mask: tl.tensor, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor,
-    sizes: tl.tensor, sibling: tl.tensor, out: tl.tensor, kvi: tl.tensor, block: tl.tensor,
-    blocks: tl.tensor, lanes: tl.tensor, w: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor,
+    sizes: tl.tensor, child: tl.tensor, sibling: tl.tensor, out: tl.tensor, kvi: tl.tensor,
+    block: tl.tensor, blocks: tl.tensor, lanes: tl.tensor, w: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor,
     reserved: tl.tensor, pool: tl.tensor, mask_numel: tl.tensor, kvi_numel: tl.tensor,
     HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -152,8 +156,8 @@ def _cell_program(
     if tl.max(doubt) != 0:
         _judge(
             slots, tl.load(state + 1) % 4, lane, first, rows, s, w, live, parent, up, linked, node,
-            token, slot, lens, mask, parents, tokens, depths, sibling, out, pad_rows, reserved,
-            mask_numel, enabled, HAS, LANES, COLS, WIDE,
+            token, slot, lens, mask, parents, tokens, depths, child, sibling, out, pad_rows,
+            reserved, mask_numel, enabled, HAS, LANES, COLS, WIDE,
         )  # fmt: skip
 
 
@@ -204,8 +208,8 @@ def _judge(
     slots: tl.tensor, slot_at: tl.tensor, lane: tl.tensor, first: tl.tensor, rows: tl.tensor,
     s: tl.tensor, w: tl.tensor, live: tl.tensor, parent: tl.tensor, up: tl.tensor,
     linked: tl.tensor, node: tl.tensor, token: tl.tensor, slot: tl.tensor, lens: tl.tensor,
-    mask: tl.tensor, parents: tl.tensor, tokens: tl.tensor, depths: tl.tensor, sibling: tl.tensor,
-    out: tl.tensor, pad_rows: tl.tensor, reserved: tl.tensor, mask_numel: tl.tensor,
+    mask: tl.tensor, parents: tl.tensor, tokens: tl.tensor, depths: tl.tensor, child: tl.tensor,
+    sibling: tl.tensor, out: tl.tensor, pad_rows: tl.tensor, reserved: tl.tensor, mask_numel: tl.tensor,
     enabled: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -229,9 +233,10 @@ def _judge(
             grid |= found
             hot += tl.sum(own, axis=1)[:, None].to(tl.int64)
         grid |= judge_pairs(
-            first, rows, cols, w, parent, node, token, slot, parents, tokens, sibling, out,
-            reserved, HAS,
-        )  # fmt: skip
+            first, rows, cols, w, parent, node, token, slot, parents, tokens, out, reserved, HAS
+        )
+    if HAS & cLINKS:
+        grid |= judge_chains(first, rows, w, up, linked, child, sibling)
     if HAS & cMASK:
         hidden, prefix = judge_prefix(mask, start, rows, s, w, node, readable, HAS, WIDE)
         grid |= hidden
@@ -279,7 +284,7 @@ def verify_kernel(
         )  # fmt: skip
     else:
         _cell_program(
-            state, slots, live_count, lens, kv, mi, mask, tokens, parents, depths, sizes, sibling,
-            out, kvi, tl.program_id(1) - row_blocks, tl.num_programs(1) - row_blocks, lanes, w,
+            state, slots, live_count, lens, kv, mi, mask, tokens, parents, depths, sizes, child,
+            sibling, out, kvi, tl.program_id(1) - row_blocks, tl.num_programs(1) - row_blocks, lanes, w,
             pad_rows, enabled, reserved, pool, mask_numel, kvi_numel, HAS, LANES, ROWS, COLS, WIDE,
         )  # fmt: skip

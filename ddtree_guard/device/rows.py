@@ -102,24 +102,43 @@ def judge_links(
     up: tl.tensor, linked: tl.tensor, node: tl.tensor, parents: tl.tensor, index: tl.tensor,
     child: tl.tensor, sibling: tl.tensor, pad_rows: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """T3 as far as one row shows it: links lead forward to a node of the right parent.
+    """T3 as far as one row shows it, and which rows are out of the usual order.
 
-    With `judge_pairs` (no sibling is skipped) this makes the links those of the parent array.
+    Builders list siblings in row order. Then it is enough that each link leads to a node of the
+    right parent and, with `filter_pairs`, that no sibling is skipped. Where the order is another
+    one, `judge_chains` decides.
     """
     inside = rows < w
     wrong = node & (load_wide(index, first + rows, inside) != first + rows)
     down = load_wide(child, first + rows, inside)
-    there = node & (down > rows) & (down < size)
+    there = node & (down > 0) & (down < size) & (down < w)
     whose = load_wide(parents, first + tl.where(there, down, 0).to(tl.int32), there)
     wrong |= node & (down != -1) & ((there == 0) | (whose != rows))
     side = load_wide(sibling, first + rows, inside)
-    there = linked & (side > rows) & (side < size)
+    there = node & (side > 0) & (side < size) & (side < w) & (side != rows) & (rows > 0)
     whose = load_wide(parents, first + tl.where(there, side, 0).to(tl.int32), there)
     wrong |= node & (side != -1) & ((there == 0) | (whose != parent))
     wrong |= (node == 0) & (pad_rows > 0) & ((down != -1) | (side != -1))
     eldest = load_wide(child, first + up, linked)
-    wrong |= linked & ((eldest <= up) | (eldest > rows))
-    return flag(inside & wrong, cT3)
+    disorder = linked & ((eldest <= up) | (eldest > rows))
+    disorder |= node & (side != -1) & (side < rows)
+    return flag(inside & wrong, cT3), disorder
+
+
+@triton.jit
+def judge_chains(
+    first: tl.tensor, rows: tl.tensor, w: tl.tensor, up: tl.tensor, linked: tl.tensor,
+    child: tl.tensor, sibling: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Cold: T3 by walking each row's list of siblings from its parent; in any order, w steps."""
+    at = load_wide(child, first + up, linked)
+    met = rows < 0
+    for _ in range(0, w):
+        there = linked & (at > 0) & (at < w)
+        met |= there & (at == rows)
+        following = load_wide(sibling, first + tl.where(there, at, 0).to(tl.int32), there)
+        at = tl.where(there, following, -1)
+    return flag(linked & ((met == 0) | (at > 0)), cT3)
 
 
 @triton.jit

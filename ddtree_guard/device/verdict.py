@@ -9,9 +9,11 @@ from typing import Any
 from ddtree_guard.device.protocol import BITS, MAGIC, NO_OFFENDER, ROW_RADIX
 from ddtree_guard.step import Device, Step
 
-# Of these the device reads a part: K2 within a request, A3 without the tokens; M1 and K1 at the ends.
+# Of these the device reads a part: K2 within a request, A3 without tokens, M1 and K1 at the ends.
 PARTIAL_FULL = frozenset({"K2", "A3"})
 PARTIAL = PARTIAL_FULL | {"M1", "K1"}
+# What a rule takes as sound. Where that is broken too, the checkers may differ.
+ASSUMES = {"T3": "T1", "M3": "T2", "K1": "W2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ def explain(
     rule that both could judge. `covered` are the rules that the launch decided, `full` its depth.
     """
     cold = check(step)
-    judged = [name for name in covered if name in cold.checked]
+    broken = {*verdict.rules, *cold.rules}
+    judged = [n for n in covered if n in cold.checked and ASSUMES.get(n) not in broken]
     partial = PARTIAL_FULL if full else PARTIAL
     device = Device(
         hot=tuple(name for name in verdict.rules if name in judged),
