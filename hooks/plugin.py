@@ -15,6 +15,7 @@ from ddtree_guard.errors import GuardError, IncompatibleError
 from ddtree_guard.hooks.arm import GUARDS, scheduler_patch
 from ddtree_guard.hooks.facts import SUPPORTED, release
 from ddtree_guard.hooks.patching import PatchReport, apply
+from ddtree_guard.hooks.sites import SCHEDULER
 
 log = logging.getLogger("ddtree_guard")
 _INSTALLED: list[PatchReport] = []
@@ -55,8 +56,7 @@ def activate(env: Mapping[str, str]) -> PatchReport | None:
     if config.backend is Backend.CORRECTED or config.mode is not Mode.OFF:
         check_host()
     if config.mode is not Mode.OFF:
-        hook = scheduler_patch(config)
-        _INSTALLED.append(apply(hook.patches).require())
+        _INSTALLED.append(_hook_scheduler(config))
     report = install(config.backend)
     if report is not None:
         _INSTALLED.append(report)
@@ -67,6 +67,16 @@ def activate(env: Mapping[str, str]) -> PatchReport | None:
             release(),
         )
     return report
+
+
+def _hook_scheduler(config: Config) -> PatchReport:
+    try:
+        return apply(scheduler_patch(config).patches).require()
+    except ImportError as error:
+        raise IncompatibleError(
+            f"expected {SCHEDULER} of SGLang {release()} to be importable, found {error}; repair "
+            "the installation of SGLang."
+        ) from error
 
 
 def unload() -> tuple[str, ...]:

@@ -113,6 +113,7 @@ class ServerGuard:
         while self._reports:
             kept += self._reports.pop().restore()
         self.hooks.clear()
+        self.journal.flush()
         return tuple(kept)
 
     @contextmanager

@@ -51,6 +51,9 @@ LIVE: dict[str, Callable[[View], Any]] = {
 }
 
 
+TABLE = "slots.req_to_token"  # rows of the pool's table, picked by the batch
+
+
 def plant(rule: str, view: View, request: int | None = None) -> tuple[str, ...]:
     """Write the rule's fault into the live tensors of a launch; the paths that were changed.
 
@@ -70,16 +73,21 @@ def write(step: Step, planted: Step, view: View, rule: str) -> tuple[str, ...]:
         for path, value, _ in planted.arrays()
         if path not in before or not np.array_equal(value, before[path])
     }
-    if not changed or any(path not in LIVE for path in changed):
+    if not changed or any(path not in (*LIVE, TABLE) for path in changed):
         raise UsageError(
             f"the fault of {rule} changes {', '.join(changed) or 'no array'}, which is no tensor "
-            f"of this launch; plant one of a rule that reads {', '.join(LIVE)}."
+            f"of this launch; plant one of a rule that reads {', '.join((*LIVE, TABLE))}."
         )
     for path, value in changed.items():
-        _copy(LIVE[path](view), value)
+        if path == TABLE:
+            rows = view.batch.req_pool_indices[: len(value)].long()
+            table = view.runner.req_to_token_pool.req_to_token
+            table[rows] = torch.from_numpy(value).to(table)
+        else:
+            _copy(LIVE[path](view), value)
     return tuple(changed)
 
 
 def _copy(live: Any, value: Any) -> None:
     flat = torch.from_numpy(np.ascontiguousarray(value)).reshape(-1)
-    live.reshape(-1)[: len(flat)].copy_(flat.to(live.dtype))
+    live.reshape(-1)[: len(flat)].copy_(flat.to(live))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -118,7 +119,9 @@ class MiniServer:
 
     def arm(self, config: Config) -> ServerGuard | None:
         """Start the server with the guard, as `Scheduler.init_model_worker` is wrapped."""
-        guard = arm.start(config, self)
+        with warnings.catch_warnings():  # of SGLang's modules, when they are first imported
+            warnings.simplefilter("ignore")
+            guard = arm.start(config, self)
         self.init_model_worker(guard)
         arm.finish(config, guard, self)
         return guard

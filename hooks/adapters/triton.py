@@ -14,7 +14,8 @@ SUPPLIES = (
     *generic.SUPPLIES, "widths.holders", "layout.qo_indptr", "layout.kv_indptr",
     "layout.mask_indptr", "layout.kv_indices", "layout.max_extend_len", "layout.rows",
     "mask.cells", "mask.present", "mask.capacity", "mask.rids", "slots.page_size",
-    "slots.kernel_page_size", "slots.capacity", "layout.offset_bits", "limits.supports", "graph.num_tokens",
+    "slots.kernel_page_size", "slots.capacity", "layout.offset_bits", "limits.supports",
+    "graph.num_tokens",
 )  # fmt: skip
 
 
