@@ -82,10 +82,12 @@ class Result:
 
     @property
     def telling(self) -> Finding | None:
-        """The first finding that states both widths, the batch's and the backend's."""
+        """The first finding that names a request and both widths, the batch's and the backend's."""
         numbers = {str(self.step.w), str(BLOCK)}
         for finding in self.findings:
-            if numbers <= set(re.findall(r"\d+", f"{finding.headline} {finding.equation}")):
+            if finding.request is not None and numbers <= set(
+                re.findall(r"\d+", f"{finding.headline} {finding.equation}")
+            ):
                 return finding
         return None
 
