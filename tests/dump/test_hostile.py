@@ -165,6 +165,27 @@ def test_a_bool_array_holds_only_bools(dump: Path) -> None:
         read_arrays(struct.pack("<Q", len(header)) + header + b"\x01\x07")
 
 
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        ([(0, 4), (6, 10)], "gap at byte 4"),
+        ([(0, 6), (4, 10)], "gap at byte 6"),
+        ([(2, 6), (6, 10)], "gap at byte 0"),
+        ([(0, 4), (4, 8)], "take 8 bytes, but it holds 10"),
+        ([(0, 4), (4, 12)], "take 12 bytes, but it holds 10"),
+    ],
+)
+def test_arrays_tile_the_file(spans: list[tuple[int, int]], words: str) -> None:
+    header = json.dumps(
+        {
+            name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+            for name, (begin, end) in zip("ab", spans, strict=True)
+        }
+    ).encode()
+    with pytest.raises(DumpError, match=words):
+        read_arrays(struct.pack("<Q", len(header)) + header + bytes(10))
+
+
 def step_of(manifest: dict[str, Any]) -> dict[str, Any]:
     step: dict[str, Any] = manifest["steps"][0]["step"]
     return step

@@ -63,6 +63,14 @@ def test_the_oldest_dumps_go_beyond_the_size(tmp_path: Path) -> None:
     assert [path.exists() for path in made] == [False, False, True, True]
 
 
+def test_the_newest_dump_stays_even_if_it_alone_is_over_the_size(tmp_path: Path) -> None:
+    step = sound_step().replace(mask__cells=None)
+    rest = sum(array.nbytes for _, array, _ in step.arrays())
+    path = writer(tmp_path, dump_max_mb=1).write([big_step((2**20 - rest) / 2**20)])
+    assert sum(file.stat().st_size for file in path.iterdir()) > 2**20
+    assert path.exists()
+
+
 def test_rotation_removes_nothing_but_dumps(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -37,6 +37,15 @@ def test_the_ruler_is_drawn_to_scale_with_numbers() -> None:
     ]
 
 
+def test_a_wider_stretch_is_shaded_from_where_its_own_ends() -> None:
+    lines = drawing.ruler("query rows", "rows", [0, 8, 16], [0, 16, 32], 1)
+    actual = lines[3]
+    first, second, _ = [at for at, c in enumerate(actual) if c == "┃"]
+    half = (first + second) // 2
+    assert set(actual[first + 1 : half - 1]) == {"━"}
+    assert set(actual[half + 1 : second]) == {"░"}
+
+
 def test_a_sound_step_reads_as_expected() -> None:
     lines = drawing.rulers(sound_step(lens=(37, 21, 50), padded_bs=5), 2)
     assert [line.strip() for line in lines].count("as expected") == 2
