@@ -121,10 +121,10 @@ def _cell_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, kv: tl.tensor,
     mi: tl.tensor, mask: tl.tensor, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor,
     sizes: tl.tensor, child: tl.tensor, sibling: tl.tensor, out: tl.tensor, kvi: tl.tensor,
-    block: tl.tensor, blocks: tl.tensor, lanes: tl.tensor, w: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor,
-    reserved: tl.tensor, pool: tl.tensor, mask_numel: tl.tensor, kvi_numel: tl.tensor,
-    HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    WIDE: tl.constexpr,
+    block: tl.tensor, blocks: tl.tensor, lanes: tl.tensor, w: tl.tensor, pad_rows: tl.tensor,
+    enabled: tl.tensor, reserved: tl.tensor, pool: tl.tensor, mask_numel: tl.tensor,
+    kvi_numel: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Filter ROWS rows of a lane against all columns; judge them exactly where in doubt."""
     lane = tl.program_id(0).to(tl.int64)
@@ -209,9 +209,9 @@ def _judge(
     s: tl.tensor, w: tl.tensor, live: tl.tensor, parent: tl.tensor, up: tl.tensor,
     linked: tl.tensor, node: tl.tensor, token: tl.tensor, slot: tl.tensor, lens: tl.tensor,
     mask: tl.tensor, parents: tl.tensor, tokens: tl.tensor, depths: tl.tensor, child: tl.tensor,
-    sibling: tl.tensor, out: tl.tensor, pad_rows: tl.tensor, reserved: tl.tensor, mask_numel: tl.tensor,
-    enabled: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
-    WIDE: tl.constexpr,
+    sibling: tl.tensor, out: tl.tensor, pad_rows: tl.tensor, reserved: tl.tensor,
+    mask_numel: tl.tensor, enabled: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr,
+    COLS: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Cold: judge the cells rule by rule, at the builder's own mask offset, and report."""
     grid = (rows + tl.arange(0, COLS)[None, :]) * 0
@@ -285,6 +285,7 @@ def verify_kernel(
     else:
         _cell_program(
             state, slots, live_count, lens, kv, mi, mask, tokens, parents, depths, sizes, child,
-            sibling, out, kvi, tl.program_id(1) - row_blocks, tl.num_programs(1) - row_blocks, lanes, w,
+            sibling, out, kvi, tl.program_id(1) - row_blocks, tl.num_programs(1) - row_blocks,
+            lanes, w,
             pad_rows, enabled, reserved, pool, mask_numel, kvi_numel, HAS, LANES, ROWS, COLS, WIDE,
         )  # fmt: skip

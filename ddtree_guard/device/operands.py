@@ -187,8 +187,8 @@ class Decision:
     """The outcome of verification on the device.
 
     `predict` (BS, w); `accept` (BS, path): rows within the request, or over the batch with
-    `global_rows`, -1 beyond the path; `lens` (BS,) committed tokens; `cut` (BS,) tokens cut behind a
-    stop, None for none; `greedy` (BS,) nonzero where the walk was greedy, None for everywhere.
+    `global_rows`, -1 beyond the path; `lens` (BS,) committed tokens; `cut` (BS,) tokens cut behind
+    a stop, None for none; `greedy` (BS,) nonzero where the walk was greedy, None for everywhere.
     """
 
     predict: Tensor
