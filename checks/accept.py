@@ -82,9 +82,7 @@ def _walk_fault(
         return (
             f"a child of row {above}",
             f"its parent is row {parent}",
-            "the walk read siblings or rows in order as successors: it took the tree for a chain"
-            if row == above + 1
-            else "the walk followed links of another tree",
+            _edge_cause(row, above),
         )
     token, predict = ints(step, "tree.tokens")[i, row], ints(step, "outcome.predict")[i, above]
     return (
@@ -92,6 +90,14 @@ def _walk_fault(
         f"its token is {int(token)}",
         "the draft token was accepted without being compared with the target's prediction",
     )
+
+
+def _edge_cause(row: int, above: int) -> str:
+    if row == 0:
+        return "the links lead back to the root"
+    if row == above + 1:
+        return "rows in order were read as successors: the walk took the tree for a chain"
+    return "the walk followed links of another tree"
 
 
 @rule(

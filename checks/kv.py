@@ -289,7 +289,7 @@ def kv_index_off_table(step: Step) -> Finding | None:
             )
         if not 0 <= start <= len(indices) - n:
             return Finding(
-                headline=f"request {i}: kv_indices ends before its prefix does",
+                headline=f"request {i}: kv_indices does not cover its prefix",
                 equation=f"kv_indptr[{i}]+{n} = {start}+{n} = {start + n}, expected at most "
                 f"{len(indices)} entries",
                 expected=f"<= {len(indices)}",
@@ -299,13 +299,18 @@ def kv_index_off_table(step: Step) -> Finding | None:
             )
         at = first(indices[start : start + n] != table[i, :n])
         if at is not None:
-            return _off_row(table, i, at, start, int(indices[start + at]))
+            # Columns behind a request's own tokens hold nothing to be confused with.
+            held = np.where(lens + step.w > at, table[:, at], step.slots.reserved)
+            return _off_row(held, i, at, start, int(indices[start + at]), step.slots.reserved)
     return None
 
 
-def _off_row(table: Any, request: int, column: int, start: int, actual: int) -> Finding:
-    expected = int(table[request, column])
-    holders = np.flatnonzero(table[:, column] == actual)
+def _off_row(
+    held: Any, request: int, column: int, start: int, actual: int, reserved: int
+) -> Finding:
+    """`held` is this column of every request's table row."""
+    expected = int(held[request])
+    holders = np.flatnonzero((held == actual) & (held != reserved))
     cause = "kv_indices is left over from an earlier batch, or holds page ids instead of slot ids"
     if len(holders):
         cause = f"the entry is that of request {int(holders[0])} at the same position"

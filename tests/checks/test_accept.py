@@ -136,6 +136,9 @@ def test_commit_cut_at_a_stop() -> None:
         outcome__committed=np.array([[50, -1, -1, -1], [22, 24, -1, -1]]),
     )
     assert broken("A3", cut) is None
+    uncut = broken("A3", cut.replace(outcome__accept_lens=np.array([1, 3])))
+    assert uncut is not None
+    assert (uncut.expected, uncut.actual) == ("2", "3")
     longer = cut.replace(outcome__committed=np.array([[50, -1, -1, -1], [22, 24, 99, -1]]))
     found = broken("A3", longer)
     assert found is not None

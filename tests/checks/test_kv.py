@@ -51,6 +51,13 @@ def test_key_outside_the_pool_names_its_request() -> None:
     assert (found.request, found.row, found.actual) == (1, None, "-1")
 
 
+def test_request_is_named_before_the_batch() -> None:
+    step = write(small(), 1, 2, -1).replace(slots__ids={"swa_indices": ("swa", -1, 0)})
+    found = broken("K1", step)
+    assert found is not None
+    assert (found.request, found.row) == (1, 2)
+
+
 def test_tail_of_a_captured_index_buffer_is_not_read() -> None:
     step = small()
     buffer = np.concatenate([step.layout.kv_indices, [2**40, -5]])

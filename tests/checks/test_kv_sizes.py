@@ -36,7 +36,7 @@ def test_owned_pages_are_optional() -> None:
 
 def test_whole_pages_that_are_not_owned() -> None:
     step = small(page_size=4)
-    allocated = step.slots.allocated + [0, 4]
+    allocated = step.slots.allocated + np.array([0, 4])
     found = broken("K6", step.replace(slots__allocated=allocated))
     assert found is not None
     assert (found.request, found.actual) == (1, str(int(allocated[1])))
@@ -127,6 +127,17 @@ def test_mask_offsets_of_many_long_requests() -> None:
     found = broken("K11", step.replace(layout__offset_bits=32))
     assert found is not None
     assert found.request == -(-(2**31) // (17 * (131_072 + 17))) - 1
+
+
+@pytest.mark.parametrize(("slot", "sound"), [(2**21 - 1, True), (2**21, False)])
+@pytest.mark.parametrize("where", ["slots__out_cache_loc", "layout__kv_indices"])
+def test_slot_offsets_at_the_edge_of_32_bits(where: str, slot: int, sound: bool) -> None:
+    step = small().replace(slots__index_bits=32, slots__token_stride=1024)
+    values = step.get(where.replace("__", ".")).copy()
+    values[-1] = slot
+    found = broken("K11", step.replace(**{where: values}))
+    assert (found is None) == sound
+    assert sound or (found is not None and found.actual == str(2**31))
 
 
 def test_slot_offsets_overflow() -> None:

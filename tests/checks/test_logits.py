@@ -61,14 +61,21 @@ def test_constant_row(value: float, cause: str) -> None:
     assert cause in found.cause
 
 
+def test_constant_padding_rows_are_no_fault() -> None:
+    low, high = small().outcome.row_min.copy(), small().outcome.row_max.copy()
+    low[1, 3:] = high[1, 3:] = 0.0
+    assert broken("L1", small(outcome__row_min=low, outcome__row_max=high)) is None
+
+
 def test_finite_alone_is_enough_evidence() -> None:
     step = small(outcome__row_min=None)
     assert broken("L1", step) is None
     assert broken("L1", step.replace(outcome__finite=np.zeros((2, 5), bool))) is not None
 
 
-def test_chain_contract_judges_every_row() -> None:
+def test_chain_contract_judges_every_row_unless_sizes_are_known() -> None:
     step = edit("outcome.finite", (1, 4), False)
+    assert broken("L1", step.replace(contract=Contract(chain=True))) is None
     found = broken("L1", step.replace(tree__sizes=None, contract=Contract(chain=True)))
     assert found is not None
     assert (found.request, found.row) == (1, 4)
@@ -131,12 +138,14 @@ def test_probability_behind_the_path_is_not_read() -> None:
         ([0.5, 0.5, 0.5, -1.0, -1.0], False),
         ([0.1, 0.2, 0.1, 0.3, 0.4], True),
         ([0.1, 0.2, 0.1, 0.2, 0.4], False),
+        ([0.1, 0.1, 0.2, 0.2, 0.4, 0.5], False),
+        ([0.1, 0.1, 0.2, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8], True),
         ([0.0, -1.0, -1.0, -1.0, -1.0], True),
         ([-1.0, -1.0, -1.0, -1.0, -1.0], True),
     ],
 )
 def test_reused_coins(coins: list[float], sound: bool) -> None:
-    spare = [0.15, 0.25, 0.35, 0.45, 0.55]
+    spare = [0.05 + 0.1 * n for n in range(len(coins))]
     found = broken("L3", small(outcome__coins=np.array([spare, coins])))
     assert (found is None) == sound
     assert sound or (found is not None and found.request == 1)

@@ -216,6 +216,18 @@ def test_spine_needs_no_more_nodes_than_the_tree_has() -> None:
     assert broken("T5", step_of(CHAIN, [-1] * 5, tree__top1=top1)) is None
 
 
+def test_spine_token_elsewhere_in_the_tree_does_not_count() -> None:
+    # 109 is in row 4, under row 2; the spine of request 1 goes through row 1.
+    found = broken("T5", step_of(CHAIN, FORK, tree__top1=np.array([[101, 102], [106, 109]])))
+    assert found is not None
+    assert (found.request, found.row) == (1, 1)
+
+
+def test_spine_token_in_a_padding_row_does_not_count() -> None:
+    step = step_of(CHAIN, FORK, tree__top1=np.array([[101, 102], [107, 109]]))
+    assert broken("T5", step.replace(tree__sizes=np.array([4, 4]))) is not None
+
+
 def test_spine_ends_at_the_block() -> None:
     deep = [-1, 0, 1, 2, 3]
     top1 = np.array([[101, 102, 103, 104], [106, 107, 108, 1]])

@@ -5,10 +5,10 @@ hold is not tested here:
 I20: the heap itself; the Step shows the order that its pops leave.
 I23: the bitmask; the Step holds, per committed token, whether its node's bitmask row allows it.
 I25: the captured kernel that reads the old buffer; the Step holds both addresses (P3).
-I30: window metadata that is missing for one builder: an absent array is "not checked", not a fault.
+I30: window metadata that one builder lacks: an absent array is "not checked", not a fault.
 I32: the length of a prefix-cache key past the stop; A4 sees the wrong length that causes it.
 I48: what argmax does to a row of -inf; the Step holds "not finite" and the id that came out.
-I50: token counts per rank, ranks that differ, and broadcasts: those need the Steps of several ranks.
+I50: token counts per rank and ranks that differ: those need the Steps of several ranks.
 """
 
 from __future__ import annotations
