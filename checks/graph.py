@@ -54,8 +54,8 @@ def stale_graph_input(step: Step) -> Finding | None:
 
     Holds when: the generation of every static buffer is this step's generation, except buffers
     that were declared constant at capture.
-    Breaks as: the step is computed with positions, slots or tree of an earlier batch. All values are
-    plausible, so nothing else looks wrong.
+    Breaks as: the step is computed with positions, slots or tree of an earlier batch. All values
+    are plausible, so nothing else looks wrong.
     Usual cause: a step of another regime skips a buffer that the captured graph reads, or a
     buffer is replaced instead of written.
     Seen in: I25, I26, I40.

@@ -61,9 +61,9 @@ def _row_program(
     positions: tl.tensor, out: tl.tensor, kvi: tl.tensor, lanes: tl.tensor, w: tl.tensor,
     sections: tl.tensor, depth_max: tl.tensor, kv_extra: tl.tensor, pad_rows: tl.tensor,
     enabled: tl.tensor, host_bits: tl.tensor, host_lane: tl.tensor, host_row: tl.tensor,
-    len_max: tl.tensor, vocab: tl.tensor, pool: tl.tensor, reserved: tl.tensor,
-    kvi_numel: tl.tensor, pad_len: tl.tensor, pad_position: tl.tensor, pad_slot: tl.tensor,
-    HAS: tl.constexpr,
+    host_extent: tl.tensor, len_max: tl.tensor, vocab: tl.tensor, pool: tl.tensor,
+    reserved: tl.tensor, kvi_numel: tl.tensor, pad_len: tl.tensor, pad_position: tl.tensor,
+    pad_slot: tl.tensor, HAS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Judge ROW_BLOCK rows of a lane, one a thread; the first program also its layout."""
     lane = tl.program_id(0).to(tl.int64)
@@ -113,7 +113,7 @@ def _row_program(
         report_lane(slots, current, head, lane, w1_row, w)
         report(slots, current, lane, rows, flags)
     if (lane == 0) & (block == 0):
-        begin_step(state, slots, bs, host_bits & enabled, host_lane, host_row, w)
+        begin_step(state, slots, bs, host_bits & enabled, host_lane, host_row, host_extent, w)
 
 
 @triton.jit
@@ -251,7 +251,7 @@ VERIFY_ARGS = [
     "state", "slots", "live_count", "lens", "qo", "kv", "mi", "stride", "mask", "tokens",
     "parents", "depths", "sizes", "index", "child", "sibling", "positions", "out", "kvi",
     "lanes", "w", "sections", "depth_max", "kv_extra", "pad_rows", "enabled", "host_bits",
-    "host_lane", "host_row", "len_max", "vocab", "pool", "reserved", "mask_numel", "kvi_numel",
+    "host_lane", "host_row", "host_extent", "len_max", "vocab", "pool", "reserved", "mask_numel", "kvi_numel",
     "pad_len", "pad_position", "pad_slot",
 ]  # fmt: skip
 
@@ -264,10 +264,10 @@ def verify_kernel(
     sibling: tl.tensor, positions: tl.tensor, out: tl.tensor, kvi: tl.tensor, lanes: tl.int32,
     w: tl.int32, sections: tl.int32, depth_max: tl.int32, kv_extra: tl.int32, pad_rows: tl.int32,
     enabled: tl.int32, host_bits: tl.int32, host_lane: tl.int32, host_row: tl.int32,
-    len_max: tl.int64, vocab: tl.int64, pool: tl.int64, reserved: tl.int64, mask_numel: tl.int64,
-    kvi_numel: tl.int64, pad_len: tl.int64, pad_position: tl.int64, pad_slot: tl.int64,
-    HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    WIDE: tl.constexpr,
+    host_extent: tl.int32, len_max: tl.int64, vocab: tl.int64, pool: tl.int64, reserved: tl.int64,
+    mask_numel: tl.int64, kvi_numel: tl.int64, pad_len: tl.int64, pad_position: tl.int64,
+    pad_slot: tl.int64, HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rules of the build site. Grid (lanes, ceil(w / ROW_BLOCK) + ceil(w / ROWS)).
 
@@ -279,7 +279,7 @@ def verify_kernel(
         _row_program(
             state, slots, live_count, lens, qo, kv, mi, stride, tokens, parents, depths, sizes,
             index, child, sibling, positions, out, kvi, lanes, w, sections, depth_max, kv_extra,
-            pad_rows, enabled, host_bits, host_lane, host_row, len_max, vocab, pool, reserved,
+            pad_rows, enabled, host_bits, host_lane, host_row, host_extent, len_max, vocab, pool, reserved,
             kvi_numel, pad_len, pad_position, pad_slot, HAS,
         )  # fmt: skip
     else:
