@@ -19,7 +19,7 @@ def checkers_disagree(step: Step) -> Finding | None:
     between the device check and the copy to the host.
     Usual cause: a buffer was overwritten while the host took the step (then the finding is about
     the copy), or a defect of the guard.
-    Seen in: the guard only.
+    Seen in: none reported: it is about the guard itself.
     """
     hot, cold = set(step.device.hot or ()), set(step.device.cold or ())
     only_hot = sorted(hot - cold)

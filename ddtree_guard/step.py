@@ -195,7 +195,11 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A CUDA graph's birth certificate (`born_*`) beside what is true at this replay (`live_*`)."""
+    """A CUDA graph's birth certificate (`born_*`) beside what is true at this replay (`live_*`).
+
+    `prompt_left` counts each request's prompt tokens not yet processed. `output_marks` maps an
+    output to its fingerprint right after the replay and before its last use.
+    """
 
     born_key: Mapping[str, Any] | None = None
     live_key: Mapping[str, Any] | None = None
@@ -204,6 +208,8 @@ class Graph:
     num_tokens: Int = None
     batch_sizes: tuple[int, ...] = ()  # captured bucket sizes
     generation: Int = None  # this step's generation number
+    prompt_left: Array = _array("bs")
+    output_marks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,9 @@ def _row_program(
     positions: tl.tensor, out: tl.tensor, kvi: tl.tensor, lanes: tl.tensor, w: tl.tensor,
     sections: tl.tensor, depth_max: tl.tensor, kv_extra: tl.tensor, pad_rows: tl.tensor,
     enabled: tl.tensor, host_bits: tl.tensor, host_lane: tl.tensor, host_row: tl.tensor,
-    len_max: tl.tensor, vocab: tl.tensor, pool: tl.tensor, reserved: tl.tensor,
-    kvi_numel: tl.tensor, pad_len: tl.tensor, pad_position: tl.tensor, pad_slot: tl.tensor,
-    HAS: tl.constexpr,
+    host_extent: tl.tensor, len_max: tl.tensor, vocab: tl.tensor, pool: tl.tensor,
+    reserved: tl.tensor, kvi_numel: tl.tensor, pad_len: tl.tensor, pad_position: tl.tensor,
+    pad_slot: tl.tensor, HAS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Judge ROW_BLOCK rows of a lane, one a thread; the first program also its layout."""
     lane = tl.program_id(0).to(tl.int64)
@@ -113,7 +113,7 @@ def _row_program(
         report_lane(slots, current, head, lane, w1_row, w)
         report(slots, current, lane, rows, flags)
     if (lane == 0) & (block == 0):
-        begin_step(state, slots, bs, host_bits & enabled, host_lane, host_row, w)
+        begin_step(state, slots, bs, host_bits & enabled, host_lane, host_row, host_extent, w)
 
 
 @triton.jit
@@ -121,10 +121,10 @@ def _cell_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, kv: tl.tensor,
     mi: tl.tensor, mask: tl.tensor, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor,
     sizes: tl.tensor, child: tl.tensor, sibling: tl.tensor, out: tl.tensor, kvi: tl.tensor,
-    block: tl.tensor, blocks: tl.tensor, lanes: tl.tensor, w: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor,
-    reserved: tl.tensor, pool: tl.tensor, mask_numel: tl.tensor, kvi_numel: tl.tensor,
-    HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    WIDE: tl.constexpr,
+    block: tl.tensor, blocks: tl.tensor, lanes: tl.tensor, w: tl.tensor, pad_rows: tl.tensor,
+    enabled: tl.tensor, reserved: tl.tensor, pool: tl.tensor, mask_numel: tl.tensor,
+    kvi_numel: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Filter ROWS rows of a lane against all columns; judge them exactly where in doubt."""
     lane = tl.program_id(0).to(tl.int64)
@@ -209,9 +209,9 @@ def _judge(
     s: tl.tensor, w: tl.tensor, live: tl.tensor, parent: tl.tensor, up: tl.tensor,
     linked: tl.tensor, node: tl.tensor, token: tl.tensor, slot: tl.tensor, lens: tl.tensor,
     mask: tl.tensor, parents: tl.tensor, tokens: tl.tensor, depths: tl.tensor, child: tl.tensor,
-    sibling: tl.tensor, out: tl.tensor, pad_rows: tl.tensor, reserved: tl.tensor, mask_numel: tl.tensor,
-    enabled: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
-    WIDE: tl.constexpr,
+    sibling: tl.tensor, out: tl.tensor, pad_rows: tl.tensor, reserved: tl.tensor,
+    mask_numel: tl.tensor, enabled: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr,
+    COLS: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Cold: judge the cells rule by rule, at the builder's own mask offset, and report."""
     grid = (rows + tl.arange(0, COLS)[None, :]) * 0
@@ -251,7 +251,7 @@ VERIFY_ARGS = [
     "state", "slots", "live_count", "lens", "qo", "kv", "mi", "stride", "mask", "tokens",
     "parents", "depths", "sizes", "index", "child", "sibling", "positions", "out", "kvi",
     "lanes", "w", "sections", "depth_max", "kv_extra", "pad_rows", "enabled", "host_bits",
-    "host_lane", "host_row", "len_max", "vocab", "pool", "reserved", "mask_numel", "kvi_numel",
+    "host_lane", "host_row", "host_extent", "len_max", "vocab", "pool", "reserved", "mask_numel", "kvi_numel",
     "pad_len", "pad_position", "pad_slot",
 ]  # fmt: skip
 
@@ -264,10 +264,10 @@ def verify_kernel(
     sibling: tl.tensor, positions: tl.tensor, out: tl.tensor, kvi: tl.tensor, lanes: tl.int32,
     w: tl.int32, sections: tl.int32, depth_max: tl.int32, kv_extra: tl.int32, pad_rows: tl.int32,
     enabled: tl.int32, host_bits: tl.int32, host_lane: tl.int32, host_row: tl.int32,
-    len_max: tl.int64, vocab: tl.int64, pool: tl.int64, reserved: tl.int64, mask_numel: tl.int64,
-    kvi_numel: tl.int64, pad_len: tl.int64, pad_position: tl.int64, pad_slot: tl.int64,
-    HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    WIDE: tl.constexpr,
+    host_extent: tl.int32, len_max: tl.int64, vocab: tl.int64, pool: tl.int64, reserved: tl.int64,
+    mask_numel: tl.int64, kvi_numel: tl.int64, pad_len: tl.int64, pad_position: tl.int64,
+    pad_slot: tl.int64, HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rules of the build site. Grid (lanes, ceil(w / ROW_BLOCK) + ceil(w / ROWS)).
 
@@ -279,12 +279,13 @@ def verify_kernel(
         _row_program(
             state, slots, live_count, lens, qo, kv, mi, stride, tokens, parents, depths, sizes,
             index, child, sibling, positions, out, kvi, lanes, w, sections, depth_max, kv_extra,
-            pad_rows, enabled, host_bits, host_lane, host_row, len_max, vocab, pool, reserved,
+            pad_rows, enabled, host_bits, host_lane, host_row, host_extent, len_max, vocab, pool, reserved,
             kvi_numel, pad_len, pad_position, pad_slot, HAS,
         )  # fmt: skip
     else:
         _cell_program(
             state, slots, live_count, lens, kv, mi, mask, tokens, parents, depths, sizes, child,
-            sibling, out, kvi, tl.program_id(1) - row_blocks, tl.num_programs(1) - row_blocks, lanes, w,
+            sibling, out, kvi, tl.program_id(1) - row_blocks, tl.num_programs(1) - row_blocks,
+            lanes, w,
             pad_rows, enabled, reserved, pool, mask_numel, kvi_numel, HAS, LANES, ROWS, COLS, WIDE,
         )  # fmt: skip

@@ -133,14 +133,14 @@ def verify_operands(
     has = _present(buffers, shape)
     tile = tile or tile_for(shape.w, shape.depth)
     rules = covered_rules(has, shape)
-    wrong, lane, row = _seen_by_host(shape)
+    seen = _seen_by_host(shape)
     contract, pads = shape.contract, shape.contract.pad_lanes
     mask, kvi = buffers.mask, buffers.kv_indices
     tensors = _tensors(buffers, state)
     numbers = (
         shape.lanes, shape.w, shape.sections, _limit(shape.depth_max),
         shape.w if contract.kv_includes_draft else 0, _PAD_ROWS[contract.pad_rows],
-        bit_set(rules), wrong, lane, row, _limit(shape.context), _limit(shape.vocab, 2**62),
+        bit_set(rules), *seen, _limit(shape.context), _limit(shape.vocab, 2**62),
         _limit(shape.pool, 2**62), shape.reserved, 0 if mask is None else mask.numel(),
         0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
         pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),
@@ -187,8 +187,8 @@ class Decision:
     """The outcome of verification on the device.
 
     `predict` (BS, w); `accept` (BS, path): rows within the request, or over the batch with
-    `global_rows`, -1 beyond the path; `lens` (BS,) committed tokens; `cut` (BS,) tokens cut behind a
-    stop, None for none; `greedy` (BS,) nonzero where the walk was greedy, None for everywhere.
+    `global_rows`, -1 beyond the path; `lens` (BS,) committed tokens; `cut` (BS,) tokens cut behind
+    a stop, None for none; `greedy` (BS,) nonzero where the walk was greedy, None for everywhere.
     """
 
     predict: Tensor
@@ -309,9 +309,9 @@ def _limit(value: int | None, otherwise: int = _FAR) -> int:
     return otherwise if value is None else min(value, otherwise)
 
 
-def _seen_by_host(shape: Shape) -> tuple[int, int, int]:
-    """Bits, request and row that need no device: row counts (W1) and max_extend_len (W8)."""
-    bits, at = 0, 0
+def _seen_by_host(shape: Shape) -> tuple[int, int, int, int]:
+    """Bits that need no device; the request and row that W1 names, and the row that W8 names."""
+    bits, at, extent = 0, 0, 0
     for _, rows in sorted(shape.rows.items()):
         if rows != shape.lanes * shape.w:
             bits |= 1 << BITS["W1"]
@@ -319,7 +319,8 @@ def _seen_by_host(shape: Shape) -> tuple[int, int, int]:
             break
     if shape.max_extend_len is not None and shape.max_extend_len != shape.w:
         bits |= 1 << BITS["W8"]
-    return (bits, *divmod(at, shape.w))
+        extent = min(max(shape.max_extend_len, 0), shape.w - 1)
+    return (bits, *divmod(at, shape.w), extent)
 
 
 def _require_sizes(buffers: Buffers, shape: Shape) -> None:

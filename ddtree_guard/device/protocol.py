@@ -4,8 +4,8 @@ Verdict protocol. `state` holds int64 words: [0] A, steps begun; [1] B, steps cl
 of `verify_kernel`. `slots` is int64 [4, WORDS]; a step's slot is `B % 4` while it is open. Words:
     0 magic, 1 step counter, 2 rule bits, 3 launches, 4 live requests, 8+k first offender of bit k
 `verify_kernel` and `table_kernel` read B and never write it; program (0, 0) of `verify_kernel`
-writes A = B + 1. `close_kernel` reads A and never writes it; its program 0 writes magic and counter into
-the open slot, clears the next one and sets B = A. So no word is read and written by different
+writes A = B + 1. `close_kernel` reads A and never writes it; its program 0 writes magic and counter
+into the open slot, clears the next one and sets B = A. So no word is read and written by different
 programs of one launch, and stream order does the rest: there is no ticket, no fence and no
 atomic on a clean step. A verdict is valid once a copy queued after `close_kernel` has arrived.
 A launch that never ran leaves A = B: the counter stands still and the host sees a step unchecked.
@@ -49,7 +49,7 @@ _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
 cMAGIC, cWORDS, cRADIX = _constant(MAGIC), _constant(WORDS), _constant(ROW_RADIX)
 cROW_BLOCK = _constant(ROW_BLOCK)
 cNONE, cRULES = _constant(NO_OFFENDER), _constant(len(BITS))
-cW1, cW2, cW3, cW4 = (_constant(BITS[name]) for name in ("W1", "W2", "W3", "W4"))
+cW1, cW2, cW3, cW4, cW8 = (_constant(BITS[n]) for n in ("W1", "W2", "W3", "W4", "W8"))
 cM1, cM2, cM3, cM4, cM6 = (_constant(1 << BITS[n]) for n in ("M1", "M2", "M3", "M4", "M6"))
 cT1, cT2, cT3, cT4, cT6 = (_constant(1 << BITS[n]) for n in ("T1", "T2", "T3", "T4", "T6"))
 cP1, cK1, cK2, cK3, cK4 = (_constant(1 << BITS[n]) for n in ("P1", "K1", "K2", "K3", "K4"))
@@ -96,40 +96,34 @@ def report(
 
 @triton.jit
 def report_lane(
-    slots: tl.tensor,
-    slot: tl.tensor,
-    bits: tl.tensor,
-    lane: tl.tensor,
-    w1_row: tl.tensor,
+    slots: tl.tensor, slot: tl.tensor, bits: tl.tensor, lane: tl.tensor, row: tl.tensor,
     w: tl.tensor,
-) -> None:
-    """Cold: the same for bits about a whole lane."""
+) -> None:  # fmt: skip
+    """Cold: the same for bits about a whole lane; W1 and W8 name `row`, W4 the second one."""
     base = slots + slot * cWORDS
     for k in range(cRULES):
         if ((bits >> k) & 1) != 0:
-            row = tl.where(k == cW1, w1_row, tl.where(k == cW4, tl.minimum(1, w - 1), 0))
-            tl.atomic_min(base + 8 + k, lane * cRADIX + row, sem="relaxed")
+            at = tl.where((k == cW1) | (k == cW8), row, tl.where(k == cW4, tl.minimum(1, w - 1), 0))
+            tl.atomic_min(base + 8 + k, lane * cRADIX + at, sem="relaxed")
     tl.atomic_or(base + 2, bits, sem="relaxed")
 
 
 @triton.jit
 def begin_step(
-    state: tl.tensor,
-    slots: tl.tensor,
-    bs: tl.tensor,
-    host_bits: tl.tensor,
-    host_lane: tl.tensor,
-    host_row: tl.tensor,
-    w: tl.tensor,
-) -> None:
+    state: tl.tensor, slots: tl.tensor, bs: tl.tensor, host_bits: tl.tensor, host_lane: tl.tensor,
+    host_row: tl.tensor, host_extent: tl.tensor, w: tl.tensor,
+) -> None:  # fmt: skip
     """Say that the step has begun, and report what the host saw when it built the operands."""
     closed = tl.load(state + 1)
     tl.store(state, closed + 1)
     tl.store(state + 2, tl.load(state + 2) + 1)
     tl.store(slots + (closed % 4) * cWORDS + 4, bs)
     if host_bits != 0:
+        bits = host_bits.to(tl.int64)
         lane = host_lane.to(tl.int64)
-        report_lane(slots, closed % 4, host_bits.to(tl.int64), lane, host_row.to(tl.int64), w)
+        report_lane(slots, closed % 4, bits & (1 << cW1), lane, host_row.to(tl.int64), w)
+        extent = host_extent.to(tl.int64)
+        report_lane(slots, closed % 4, bits & (1 << cW8), lane * 0, extent, w)
 
 
 @triton.jit

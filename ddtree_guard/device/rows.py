@@ -133,7 +133,7 @@ def judge_chains(
     """Cold: T3 by walking each row's list of siblings from its parent; in any order, w steps."""
     at = load_wide(child, first + up, linked)
     met = rows < 0
-    for _ in range(0, w):
+    for _ in range(w):
         there = linked & (at > 0) & (at < w)
         met |= there & (at == rows)
         following = load_wide(sibling, first + tl.where(there, at, 0).to(tl.int32), there)

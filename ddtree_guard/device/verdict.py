@@ -9,8 +9,9 @@ from typing import Any
 from ddtree_guard.device.protocol import BITS, MAGIC, NO_OFFENDER, ROW_RADIX
 from ddtree_guard.step import Device, Step
 
-# Of these the device reads a part: K2 within a request, A3 without tokens, M1 and K1 at the ends.
-PARTIAL_FULL = frozenset({"K2", "A3"})
+# Of these the device reads a part: K2 within a request, A3 without tokens, T6 without the drafter's
+# columns; at depth `fast` M1 and K1 at the ends of the prefix only.
+PARTIAL_FULL = frozenset({"K2", "A3", "T6"})
 PARTIAL = PARTIAL_FULL | {"M1", "K1"}
 # What a rule takes as sound. Where that is broken too, the checkers may differ.
 ASSUMES = {"T3": "T1", "M3": "T2", "K1": "W2"}
