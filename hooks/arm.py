@@ -15,6 +15,7 @@ from ddtree_guard.errors import IncompatibleError, Violation
 from ddtree_guard.hooks import boot
 from ddtree_guard.hooks.adapters import adapter_for
 from ddtree_guard.hooks.adapters.generic import LINKS
+from ddtree_guard.hooks.checker import Checker
 from ddtree_guard.hooks.configuration import read_configuration
 from ddtree_guard.hooks.facts import release
 from ddtree_guard.hooks.hook import Hook
@@ -62,6 +63,8 @@ def start(config: Config, scheduler: Any) -> ServerGuard | None:
         guard = ServerGuard(
             config, rank=rank, run=f"run-{os.getppid()}", metrics=metrics_for(rank, served)
         )
+        if str(getattr(args, "device", "")).startswith("cuda"):
+            guard.checker = device_checker(guard)
         guard.install(scheduler_hooks(guard))
         GUARDS.append(guard)
         return guard
@@ -70,6 +73,13 @@ def start(config: Config, scheduler: Any) -> ServerGuard | None:
             raise
         log.exception("ddtree_guard internal site=start: our bug; the server is not affected")
         return None
+
+
+def device_checker(guard: ServerGuard) -> Checker:
+    """The checker that runs on the GPU, inside SGLang's graphs."""
+    module = importlib.import_module("ddtree_guard.hooks.device_checker")
+    made: Checker = module.DeviceChecker(guard.guard, guard.config.depth)
+    return made
 
 
 def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:

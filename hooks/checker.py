@@ -33,6 +33,9 @@ class Checker(Protocol):
     def self_test(self) -> str:
         """What failed in a test of this checker, or an empty string."""
 
+    def prepare(self, view: View) -> None:
+        """A batch size is about to be captured: compile and allocate here."""
+
     def capture(self, view: View) -> None:
         """Inside the captured region, and in the warm-up runs before it."""
 
@@ -62,14 +65,26 @@ class HostChecker:
         """The rules were tested already."""
         return ""
 
+    def prepare(self, view: View) -> None:
+        """Nothing to do."""
+
     def capture(self, view: View) -> None:
         """A capture leaves nothing to read: replays are checked before they run."""
 
     def build(self, record: Record, view: View) -> None:
         """Take the step and judge what was built."""
-        record.step = adapter_for(type(view.backend)).read_step(view)
+        record.step = self.read(view)
         record.findings = list(self.guard.check(record.step, self._sites(record.step)).findings)
         record.checked = True
+
+    def read(self, view: View) -> Step:
+        """The Step of a launch, through the adapter of its backend."""
+        return adapter_for(type(view.backend)).read_step(view)
+
+    def add_outcome(self, record: Record) -> None:
+        """Put the acceptance into the record's step, without judging it."""
+        if record.step is not None and record.outcome is not None:
+            record.step = with_outcome(record.step, record.outcome)
 
     def _sites(self, step: Step) -> tuple[Site, ...]:
         """The configuration is judged once per runtime state: adaptive speculation swaps widths."""
@@ -81,9 +96,8 @@ class HostChecker:
         """Judge what the acceptance made of the step."""
         if record.step is None or record.outcome is None:
             return
-        step = with_outcome(record.step, record.outcome)
-        record.step = step
-        record.findings += self.guard.check(step, (Site.VERIFY,)).findings
+        self.add_outcome(record)
+        record.findings += self.guard.check(record.step, (Site.VERIFY,)).findings
 
     def settle(self, record: Record) -> list[Finding]:
         """Everything is known already."""

@@ -160,9 +160,14 @@ class ServerGuard:
     @site("capture", may_raise=False)
     def captured(self, backend: Any, batch: Any) -> None:
         """The metadata of a captured batch size exists; every replay reads this object again."""
-        if batch.forward_mode.is_target_verify() and self._target(backend) is not None:
-            lanes = len(batch.req_pool_indices)
-            self._captured.setdefault(backend, {})[lanes] = backend.forward_metadata
+        runner = self._target(backend)
+        if runner is None or not batch.forward_mode.is_target_verify():
+            return
+        lanes, metadata = len(batch.req_pool_indices), backend.forward_metadata
+        self._captured.setdefault(backend, {})[lanes] = metadata
+        view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
+        if hasattr(batch, "positions"):  # 0.5.12 hands over less, and has no place in the graph
+            self.checker.prepare(view)
 
     @site("capture", may_raise=False)
     def in_graph(self, backend: Any, batch: Any) -> None:
