@@ -85,6 +85,8 @@ def write(step: Step, planted: Step, view: View, rule: str) -> tuple[str, ...]:
             table[rows] = torch.from_numpy(value).to(table)
         else:
             _copy(LIVE[path](view), value)
+        if path == "tree.tokens":  # the rows that the target model is fed
+            _copy(view.batch.input_ids, value)
     return tuple(changed)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,11 +23,14 @@ from ddtree_guard.config import Config
 from ddtree_guard.hooks import arm, sites
 from ddtree_guard.hooks.runtime import ServerGuard
 from ddtree_guard.testing import fakes, standins
-from ddtree_guard.testing.batches import verify_batch
+from ddtree_guard.testing.batches import dummy_spec, verify_batch
 from ddtree_guard.testing.cases import Inputs, VerifyCase, make_inputs
 from ddtree_guard.testing.fakes import sglang
 
 DECODE, EXTEND = "DECODE", "EXTEND"
+STATIC = (
+    "input_ids", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "positions",
+)  # fmt: skip
 
 
 class Req:
@@ -92,6 +96,7 @@ class MiniServer:
         self.steps = 0
         self.sent: list[list[Any]] = []  # what left, per step
         self.spec: Any = None
+        self.replayed: Callable[[], None] = lambda: None  # what a captured graph would run
 
     @property
     def graph(self) -> bool:
@@ -107,15 +112,25 @@ class MiniServer:
         if guard is not None:
             sites.adopt(guard, self.backend, self.runner)
         if self.graph:
-            lanes = self.case.padded_bs or 0
-            with fakes.host_context(self.runner.server_args):
-                self.backend.init_cuda_graph_state(lanes, lanes * self.case.w)
-                standins.capture(self.backend, make_inputs(self._roomy), lanes)
-            if hasattr(self.backend, "init_forward_metadata_in_graph"):
-                self.backend.init_forward_metadata_in_graph(self._dummy(lanes))
+            self.capture()
 
-    def _dummy(self, lanes: int) -> Any:
-        return verify_batch(make_inputs(self._roomy), lanes)
+    def capture(self) -> None:
+        """Capture the one batch size: SGLang's metadata, then the place inside the graph."""
+        lanes = self.case.padded_bs or 0
+        inputs = make_inputs(self._roomy)
+        self.static = batch = verify_batch(inputs, lanes, dummy_spec(inputs, lanes))
+        batch.seq_lens.fill_(1)
+        batch.req_pool_indices.zero_()
+        with fakes.host_context(self.runner.server_args):
+            self.backend.init_cuda_graph_state(lanes, lanes * self.case.w)
+            if not hasattr(self.backend, "init_forward_metadata_out_graph"):
+                self.backend.init_forward_metadata_capture_cuda_graph(
+                    lanes, lanes * self.case.w, batch.req_pool_indices, batch.seq_lens, None,
+                    batch.forward_mode, batch.spec_info,
+                )  # fmt: skip
+                return
+            self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+            self.backend.init_forward_metadata_in_graph(batch)
 
     def arm(self, config: Config) -> ServerGuard | None:
         """Start the server with the guard, as `Scheduler.init_model_worker` is wrapped."""
@@ -197,8 +212,12 @@ class MiniServer:
             if not self.graph:
                 self.backend.init_forward_metadata(batch)
                 return
-            self.runner.graph_runner = SimpleNamespace(buffers=batch)
-            standins.replay(self.backend, batch)
+            for name in STATIC:  # a graph reads the buffers that it was captured with
+                getattr(self.static, name).copy_(getattr(batch, name))
+            self.static.spec_info, self.static.seq_lens_sum = self.spec, batch.seq_lens_sum
+            self.runner.graph_runner = SimpleNamespace(buffers=self.static)
+            standins.replay(self.backend, self.static)
+            self.replayed()
 
     def result(self, predict: Any, lens: Any, index: Any) -> Any:
         """The worker's result: accepted tokens per request, w apart."""
