@@ -108,6 +108,9 @@ def _arm(guard: ServerGuard, scheduler: Any) -> str:
     """Why this rank is not armed; empty if it is."""
     worker = scheduler.model_worker
     guard.install([worker_hook(guard, worker), verify_hook(guard, worker)])
+    observers = getattr(worker, "observers", None)
+    if isinstance(observers, list):  # DDTREE of this project: its walk is no function of SGLang's
+        observers.append(guard.walked)
     for state in guard.hooks.values():
         if state.blocking:
             return f"site {state.hook.site} is not hooked ({state.detail})"

@@ -109,10 +109,11 @@ def with_outcome(step: Step, walk: Walk) -> Step:
     lens = host(walk.lens, np.int64)[: step.bs]
     if walk.index is None:
         return step.replace(outcome__accept_index=_chain(lens, step.w), outcome__accept_lens=lens)
+    index = host(walk.index)[: step.bs]
     predict = host(walk.predict, np.int64)[: step.bs * step.w]
     return step.replace(
         outcome__predict=predict.reshape(step.bs, step.w),
-        outcome__accept_index=local_rows(host(walk.index)[: step.bs], step.w),
+        outcome__accept_index=local_rows(index, step.w) if walk.global_rows else index,
         outcome__accept_lens=lens,
         outcome__walk="tree",
         outcome__greedy_kernel=True if walk.greedy else None,

@@ -44,7 +44,8 @@ class Launch:
     verify: Operands
     table: Operands
     recorded: bool = False  # the graph holds the check; else it is launched before the replay
-    outcome: dict[int, tuple[Decision, Operands]] = field(default_factory=dict)  # by path length
+    # by path length and by how rows are counted
+    outcome: dict[tuple[int, bool], tuple[Decision, Operands]] = field(default_factory=dict)
 
 
 class DeviceChecker:
@@ -214,18 +215,19 @@ class DeviceChecker:
         if walk is None or walk.index is None or self.graphs is None:
             return None
         path = int(walk.index.shape[1])
-        if path not in launch.outcome:
+        kind = (path, walk.global_rows)
+        if kind not in launch.outcome:
             lanes, w, device = launch.shape.lanes, launch.shape.w, walk.index.device
             decision = Decision(
                 predict=torch.zeros((lanes, w), dtype=torch.int32, device=device),
                 accept=torch.full((lanes, path), -1, dtype=torch.int32, device=device),
                 lens=torch.ones(lanes, dtype=torch.int32, device=device),
                 greedy=torch.zeros(lanes, dtype=torch.int32, device=device),
-                global_rows=True,
+                global_rows=walk.global_rows,
             )
             bound = self.graphs.check.bind_outcome(launch.buffers, launch.shape, decision)
-            launch.outcome[path] = (decision, bound)
-        decision, bound = launch.outcome[path]
+            launch.outcome[kind] = (decision, bound)
+        decision, bound = launch.outcome[kind]
         bs = len(walk.lens)
         torch._foreach_copy_(
             [decision.predict.view(-1)[: bs * launch.shape.w], decision.accept[:bs],

@@ -13,15 +13,17 @@ from ddtree_guard.step import Step
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The acceptance of a step, on the device. `predict` (bs*w,) and `index` (bs, path) count rows
-    over the batch; both are None for a chain. `lens` (bs,) counts committed tokens. `greedy` says
-    whether every request was verified greedily.
+    """The acceptance of a step, on the device. `predict` (bs*w,) holds the target's tokens and
+    `index` (bs, path) the accepted rows, counted over the batch if `global_rows`, else within the
+    request; both are None for a chain. `lens` (bs,) counts committed tokens. `greedy` says
+    whether the walk follows `predict` for every request.
     """
 
     lens: Any
     predict: Any = None
     index: Any = None
     greedy: bool = False
+    global_rows: bool = True
 
 
 @dataclass(slots=True)

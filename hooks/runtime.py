@@ -228,6 +228,14 @@ class ServerGuard:
             self.current.outcome = Walk(lens, predict, index, greedy)
 
     @site("verify")
+    def walked(self, step: Any) -> None:
+        """The walk of a DDTREE worker of this project (`ddtree.worker.TreeStep`)."""
+        if self.current is not None:
+            done = step.accepted
+            predict = step.predict.reshape(-1)
+            self.current.outcome = Walk(done.lens, predict, done.accept_index, True, False)
+
+    @site("verify")
     def end(self, result: Any) -> None:
         """The worker returns its result; its tokens are still on their way to the host."""
         record, self.current = self.current, None
