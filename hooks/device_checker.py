@@ -63,6 +63,7 @@ class DeviceChecker:
         self._verdicts: dict[int, Verdict] = {}
         self._runs = 0
         self._alert = 0
+        self._last: Record | None = None  # whose launch was built last
         self._seen: dict[str, int] = {}
 
     # --- start ----------------------------------------------------------------------------------
@@ -83,12 +84,16 @@ class DeviceChecker:
 
     def prepare(self, view: View) -> None:
         """A batch size is about to be captured: bind, compile, warm."""
+        self._stale = True
+        if not hasattr(view.batch, "positions"):
+            # 0.5.12 has no place inside the graph: bound at the first replay, launched before each
+            self._launches.pop(_key(view), None)
+            return
         launch = self._bind(view)
         self._launches[_key(view)] = launch
         parts = {"BS": launch.shape.lanes, "w": launch.shape.w, "mask": launch.buffers.mask is None}
         self._checks(view).before_capture(_key(view), parts, launch.buffers, launch.shape)
         launch.table.launch()
-        self._stale = True
 
     def capture(self, view: View) -> None:
         """Record the check. Nothing is bound, allocated or read here."""
@@ -104,7 +109,7 @@ class DeviceChecker:
         launch = self._launches.get(_key(view)) if view.path == "graph" else None
         if launch is None:
             launch = self._bind(view)
-            if view.path == "graph":  # 0.5.12: static buffers, but no place inside the graph
+            if view.path == "graph":
                 self._launches[_key(view)] = launch
         checks = self._checks(view)
         checks.before_replay(None, view.bs)
@@ -112,7 +117,7 @@ class DeviceChecker:
         launch.table.launch()
         if not launch.recorded:
             checks.check.check(launch.verify)
-        record.ticket = launch
+        record.ticket, self._last = launch, record
         if self._samples(record, view):
             self.host.build(record, view)
             record.checked = False  # that is the device's word
@@ -146,19 +151,24 @@ class DeviceChecker:
 
     def _words(self, record: Record, verdict: Verdict, launch: Launch) -> list[Finding]:
         self._alert = ALERT
-        fresh = record.step is not None
+        sampled = record.step is not None
         if record.step is None and record.view is not None:
-            # cold: waits for the device. A later step may have reused the buffers meanwhile.
-            record.step = self.host.read(record.view)
+            record.step = self.host.read(record.view)  # cold: waits for the device
             self.host.add_outcome(record)
         assert record.step is not None
         covered = (*launch.verify.rules, *launch.table.rules)
         report = explain(
             verdict, record.step, self.guard.check, covered, full=self.depth is Depth.FULL
         )
+        # a later step may have reused the buffers since; then only what the device saw is sure
+        own = sampled or self._last is record
         found = {f.rule: f for f in record.findings}
         for finding in report.findings:
-            if finding.rule in verdict.rules or (finding.rule == "DG1" and fresh):
+            if finding.rule == "DG1":
+                sure = own
+            else:
+                sure = finding.rule in verdict.rules and (own or _same_place(finding, verdict))
+            if sure:
                 found.setdefault(finding.rule, finding)
         for name in verdict.rules:
             if name not in found and any(rule.id == name for rule in self.guard.rules):
@@ -278,6 +288,12 @@ def _fill(trees: dict[str, Any], view: View) -> None:
             "register an adapter for it."
         )
     trees["parents_of"](child, sibling, bs)
+
+
+def _same_place(finding: Finding, verdict: Verdict) -> bool:
+    """Whether the host found the request that the device named."""
+    request, _ = verdict.first.get(finding.rule, (None, None))
+    return finding.request in (None, request)
 
 
 def _unseen(rule: Rule, verdict: Verdict, record: Record) -> Finding:

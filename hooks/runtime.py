@@ -166,8 +166,7 @@ class ServerGuard:
         lanes, metadata = len(batch.req_pool_indices), backend.forward_metadata
         self._captured.setdefault(backend, {})[lanes] = metadata
         view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
-        if hasattr(batch, "positions"):  # 0.5.12 hands over less, and has no place in the graph
-            self.checker.prepare(view)
+        self.checker.prepare(view)
 
     @site("capture", may_raise=False)
     def in_graph(self, backend: Any, batch: Any) -> None:

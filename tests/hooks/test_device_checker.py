@@ -156,8 +156,8 @@ def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., A
     server, guard = start(_case("DDTREE", True))
     server.step()
     server.capture()
-    key = next(iter(guard.checker._launches))
-    if guard.checker._launches[key].recorded:
+    key, launch = next(iter(guard.checker._launches.items()), (None, None))
+    if launch is not None and launch.recorded:
         server.replayed = lambda: guard.checker.graphs.in_graph(key)
     for _ in range(3):
         server.step()
