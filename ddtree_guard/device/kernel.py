@@ -251,7 +251,8 @@ VERIFY_ARGS = [
     "state", "slots", "live_count", "lens", "qo", "kv", "mi", "stride", "mask", "tokens",
     "parents", "depths", "sizes", "index", "child", "sibling", "positions", "out", "kvi",
     "lanes", "w", "sections", "depth_max", "kv_extra", "pad_rows", "enabled", "host_bits",
-    "host_lane", "host_row", "host_extent", "len_max", "vocab", "pool", "reserved", "mask_numel", "kvi_numel",
+    "host_lane", "host_row", "host_extent", "len_max", "vocab", "pool", "reserved", "mask_numel",
+    "kvi_numel",
     "pad_len", "pad_position", "pad_slot",
 ]  # fmt: skip
 
@@ -279,8 +280,8 @@ def verify_kernel(
         _row_program(
             state, slots, live_count, lens, qo, kv, mi, stride, tokens, parents, depths, sizes,
             index, child, sibling, positions, out, kvi, lanes, w, sections, depth_max, kv_extra,
-            pad_rows, enabled, host_bits, host_lane, host_row, host_extent, len_max, vocab, pool, reserved,
-            kvi_numel, pad_len, pad_position, pad_slot, HAS,
+            pad_rows, enabled, host_bits, host_lane, host_row, host_extent, len_max, vocab, pool,
+            reserved, kvi_numel, pad_len, pad_position, pad_slot, HAS,
         )  # fmt: skip
     else:
         _cell_program(

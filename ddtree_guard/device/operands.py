@@ -116,7 +116,7 @@ def bind(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, 
     if not hasattr(kernel, "device_caches"):  # the interpreter
         return lambda: kernel[grid](*args, **meta)
     compiled = kernel.warmup(*args, grid=grid, num_warps=warps, **meta)
-    run = compiled.run
+    run = compiled.run  # loads the module; `function` is set after that
     head = (compiled.function, compiled.packed_metadata, None, None, None)
     raw = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     tail = (*head, *raw, *(meta[name] for name in kernel.arg_names[len(args) :]))
@@ -149,7 +149,7 @@ def verify_operands(
     launch = bind(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps,
         HAS=sum(HAS_BITS[name] for name in has),
-        LANES=max(16, triton.next_power_of_2(shape.lanes)), ROWS=tile.rows, COLS=tile.cols,
+        LANES=32 if shape.lanes <= 32 else MAX_LANES, ROWS=tile.rows, COLS=tile.cols,
         WIDE=1024,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))

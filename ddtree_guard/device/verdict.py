@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddtree_guard.device.protocol import BITS, MAGIC, NO_OFFENDER, ROW_RADIX
+from ddtree_guard.rule import Finding
 from ddtree_guard.step import Device, Step
 
 # Of these the device reads a part: K2 within a request, A3 without tokens, T6 without the drafter's
@@ -73,3 +74,8 @@ def explain(
         first=dict(verdict.first),
     )
     return check(step.replace(device=device))
+
+
+def disagreements(report: Any) -> tuple[Finding, ...]:
+    """The DG1 findings of a report."""
+    return tuple(finding for finding in report.findings if finding.rule == "DG1")
