@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+
+from ddtree_guard.rule import NotEvaluable
+from ddtree_guard.step import Step
+
+MAX_WIDTH = 1 << 13  # kernels stop at 1025; an ancestor matrix of this width is 64 MiB
+MAX_LEN = (1 << 31) - 1  # longer lengths are garbage, and their sums could leave 64 bits
+
+SERVER_WIDTH = (
+    "the attention backend took num_draft_tokens from the server argument (the draft block size) "
+    "instead of from the batch; use the corrected backend"
+)
 
 
 def first(wrong: Any) -> int | None:
@@ -21,3 +33,80 @@ def first_cell(wrong: Any) -> tuple[int, int] | None:
 def lens_text(w: int, s: int) -> str:
     """The factors of a request's mask length, with numbers."""
     return f"{w}*({s}+{w})"
+
+
+def ints(step: Step, path: str) -> Any:
+    """An integer array of the step as int64. Raises NotEvaluable if there is no such array."""
+    value = step.get(path)
+    if value is None:
+        raise NotEvaluable(f"{path} is not in this step")
+    misfit = step.misfit(path)
+    if misfit:
+        raise NotEvaluable(f"{path} {misfit} (see W5)")
+    if value.dtype.kind not in "iu":
+        raise NotEvaluable(f"{path} holds {value.dtype}, expected whole numbers")
+    return value.astype(np.int64)
+
+
+def optional_ints(step: Step, path: str) -> Any:
+    """An integer array of the step as int64, or None if it is absent or unusable."""
+    try:
+        return ints(step, path)
+    except NotEvaluable:
+        return None
+
+
+def sizes_of_batch(step: Step) -> tuple[int, int]:
+    """(w, BS). Raises NotEvaluable for sizes that no launch can have; W5 reports those."""
+    if not 1 <= step.w <= MAX_WIDTH:
+        raise NotEvaluable(f"w = {step.w} is not a verify width (see W5)")
+    if not 0 <= step.bs <= step.padded_bs:
+        raise NotEvaluable(f"bs = {step.bs} requests in BS = {step.padded_bs} lanes (see W5)")
+    return step.w, step.padded_bs
+
+
+def lens_of(step: Step) -> Any:
+    """Prefix lengths of all BS lanes. Raises NotEvaluable for lengths that W2 reports."""
+    lens = ints(step, "layout.prefix_lens")
+    at = first((lens < 0) | (lens > MAX_LEN))
+    if at is not None:
+        raise NotEvaluable(f"the prefix length of request {at} is {int(lens[at])} (see W2)")
+    return lens
+
+
+def mask_columns(step: Step) -> Any:
+    """Prefix columns of each lane's mask rows: s, or fewer where a window's mask was re-laid."""
+    columns = lens_of(step)
+    stride = optional_ints(step, "mask.row_stride")
+    if step.mask.window is not None and stride is not None:
+        kept = stride - step.w
+        at = first((kept < 0) | (kept > columns[: step.bs]))
+        if at is not None:
+            raise NotEvaluable(f"mask rows of request {at} have {int(stride[at])} columns (see W4)")
+        columns[: step.bs] = kept
+    return columns
+
+
+def mask_offsets(step: Step) -> Any:
+    """The BS+1 mask offsets that the lengths and w ask for, in cells."""
+    w, _ = sizes_of_batch(step)
+    return np.concatenate([[0], np.cumsum(w * (mask_columns(step) + w))])
+
+
+def width_from_cells(cells: int, s: int) -> int | None:
+    """The width x for which x*(s+x) is this many mask cells, or None if there is none."""
+    if cells <= 0 or s < 0:
+        return None
+    x = (math.isqrt(s * s + 4 * cells) - s) // 2
+    return x if x * (s + x) == cells else None
+
+
+def width_cause(step: Step, other: int | None) -> tuple[str, str]:
+    """Likely cause and confidence when an offset follows the width `other` instead of w."""
+    if other is not None and other != step.w:
+        if other == step.widths.block:
+            return SERVER_WIDTH, "very likely"
+        for name, held in sorted(step.widths.holders.items()):
+            if held == other:
+                return f"the offset follows the width {other} that {name} holds", "very likely"
+    return SERVER_WIDTH, "possible"

@@ -10,7 +10,7 @@ from datetime import date
 from ddtree_guard.checks import ALL
 from ddtree_guard.config import Config
 from ddtree_guard.errors import UsageError
-from ddtree_guard.rule import Finding, Rule, Site
+from ddtree_guard.rule import Finding, NotEvaluable, Rule, Site
 from ddtree_guard.step import Step
 
 
@@ -83,6 +83,8 @@ class Guard:
             if why is None:
                 try:
                     finding = rule.check(step)
+                except NotEvaluable as reason:
+                    why = str(reason)
                 except Exception as error:
                     why = f"the rule failed on this data: {type(error).__name__}: {error}"
                 else:

@@ -12,6 +12,7 @@ from typing import Any
 from ddtree_guard.step import Step
 
 HEADINGS = ("Holds when", "Breaks as", "Usual cause", "Seen in")
+HEADLINE = 60  # characters; numbers and names from hostile data must not flood a log
 
 
 class Site(str, Enum):
@@ -76,6 +77,13 @@ class Finding:
     next_step: str = ""
 
 
+class NotEvaluable(Exception):
+    """Raised by a check function that cannot judge this step. The text says why.
+
+    `Guard` turns it into "not checked"; it never reaches a person as an error.
+    """
+
+
 Check = Callable[[Step], "Finding | None"]
 
 
@@ -84,7 +92,8 @@ class Rule:
     """One invariant: its identity, and the pure function from a Step to a Finding or None.
 
     `needs` lists the Step fields (dotted paths) without which the rule is "not checked"; the
-    function may take them as present. `bit` is the rule's bit in the device verdict, or None.
+    function may take them as present, and may raise NotEvaluable on data it cannot judge. `bit` is
+    the rule's bit in the device verdict, or None.
     """
 
     id: str
@@ -118,6 +127,7 @@ class Rule:
             return None
         return dataclasses.replace(
             found,
+            headline=_clipped(found.headline),
             rule=self.id,
             name=self.name,
             scope=self.scope,
@@ -128,13 +138,22 @@ class Rule:
         )
 
 
+def _clipped(text: str) -> str:
+    return text if len(text) <= HEADLINE else text[: HEADLINE - 3] + "..."
+
+
 def _bindings(step: Step, request: int | None) -> dict[str, int]:
     values: dict[str, Any] = {"w": step.w, "b": step.widths.block, "B": step.widths.budget}
-    lens = step.layout.prefix_lens
-    if request is not None and lens is not None and request < len(lens):
-        values["s"] = lens[request]
+    if request is not None:
+        values["s"] = _length(step.layout.prefix_lens, request)
     values |= {"bs": step.bs, "BS": step.padded_bs}
     return {name: int(value) for name, value in values.items() if value is not None}
+
+
+def _length(lens: Any, request: int) -> int | None:
+    """Prefix length of a request, or None: a misshapen array must not cost the finding."""
+    whole = lens is not None and lens.ndim == 1 and lens.dtype.kind in "iu"
+    return int(lens[request]) if whole and 0 <= request < len(lens) else None
 
 
 def rule(

@@ -333,20 +333,24 @@ class Step:
             if value is not None:
                 yield path, value, declared
 
+    def misfit(self, path: str) -> str | None:
+        """How the array at a dotted path departs from its declared shape, or None if it fits."""
+        declared, value = ARRAY_SHAPES[path], self.get(path)
+        if value is None:
+            return None
+        sizes = {"bs": self.bs, "BS": self.padded_bs, "BS+1": self.padded_bs + 1, "w": self.w}
+        actual = tuple(value.shape)
+        wanted = tuple(sizes.get(name) for name in declared)
+        fits = len(actual) == len(wanted) and all(
+            want in (None, size) for want, size in zip(wanted, actual, strict=True)
+        )
+        text = " x ".join(declared)
+        return None if fits else f"has shape {_shape(actual)}, expected {text} = {_shape(wanted)}"
+
     def misfits(self) -> dict[str, str]:
         """Arrays whose shape is not the declared one: dotted path to a phrase with both shapes."""
-        sizes = {"bs": self.bs, "BS": self.padded_bs, "BS+1": self.padded_bs + 1, "w": self.w}
-        wrong = {}
-        for path, value, declared in self.arrays():
-            actual = tuple(value.shape)
-            wanted = tuple(sizes.get(name) for name in declared)
-            fits = len(actual) == len(wanted) and all(
-                want in (None, size) for want, size in zip(wanted, actual, strict=True)
-            )
-            if not fits:
-                text = " x ".join(declared)
-                wrong[path] = f"has shape {actual}, expected {text} = {_shape(wanted)}"
-        return wrong
+        found = {path: self.misfit(path) for path in ARRAY_SHAPES}
+        return {path: text for path, text in found.items() if text is not None}
 
 
 def _shape(wanted: tuple[int | None, ...]) -> str:

@@ -83,6 +83,9 @@ def sound_step(seed: int = 0, plan: Plan | None = None, **sizes: Any) -> Step:
             depth_max=depth_max,
             draft_width=plan.block,
             draft_rows=plan.block,
+            num_draft_tokens=plan.w,
+            num_steps=plan.w - 1 if plan.kind == "chain" else depth_max,
+            topk=1 if plan.kind == "chain" else max(2, plan.w),
         ),
         layout=Layout(
             qo_indptr=np.arange(plan.lanes + 1, dtype=np.int64 if plan.graph else np.int32)
