@@ -72,7 +72,7 @@ def sound_step(seed: int = 0, plan: Plan | None = None, **sizes: Any) -> Step:
     depth_max = plan.block - 1
     rows = plan.lanes * plan.w
     context = int(lens.max()) + 4 * plan.w + 64
-    return Step(
+    step = Step(
         bs=plan.bs,
         padded_bs=plan.lanes,
         widths=Widths(
@@ -134,6 +134,7 @@ def sound_step(seed: int = 0, plan: Plan | None = None, **sizes: Any) -> Step:
             pad_lanes=GRAPH_PADS if plan.graph else {},
         ),
     )
+    return _with_evidence(rng, plan, step)
 
 
 def _running(lengths: Any) -> Any:
@@ -303,6 +304,49 @@ def _outcome(rng: np.random.Generator, plan: Plan, tree: Tree, depth_max: int) -
         finite=np.ones((bs, w), np.bool_),
         row_min=np.full((bs, w), -9.0),
         row_max=np.full((bs, w), 9.0),
+    )
+
+
+def _with_evidence(rng: np.random.Generator, plan: Plan, step: Step) -> Step:
+    """What rules of tree, slots and acceptance may use beyond the essentials."""
+    bs, w, page, pool = plan.bs, plan.w, plan.page_size, step.slots.pools["full"]
+    shard, padded = VOCAB // 2, VOCAB // 2 + 24
+    columns = np.full((bs, w), -1, np.int64)
+    pages = np.zeros((bs, step.slots.row_width // page), np.int64)
+    path = (bs, plan.block)
+    allowed = np.full(path, -1, np.int64)
+    probs, coins = np.full(path, -1.0), np.full(path, -1.0)
+    for i, s in enumerate(plan.lens):
+        for r in range(1, int(step.tree.sizes[i])):
+            rank, within = divmod(int(step.tree.tokens[i, r]), shard)
+            columns[i, r] = rank * padded + within
+        for n in range(-(-s // page)):
+            pages[i, n] = int(step.slots.req_to_token[i, n * page]) // page
+        length = int(step.outcome.accept_lens[i])
+        allowed[i, :length] = 1
+        probs[i, : length - 1] = rng.uniform(0.1, 1.0, length - 1)
+        coins[i, :length] = (rng.permutation(length) + 0.5) / length
+    kept = int(step.outcome.accept_lens.sum())
+    lens = np.array(plan.lens, np.int64)
+    return step.replace(
+        tree__columns=columns,
+        limits__vocab_per_rank=shard,
+        limits__vocab_per_rank_padded=padded,
+        limits__ring=w + 8,
+        limits__window=8,
+        limits__write_pad=w,
+        slots__page_table=pages,
+        slots__ids={"kv_indices": ("full", 0, pool - 1), "swa_indices": ("swa", 0, pool // 2 - 1)},
+        slots__pools={"full": pool, "swa": pool // 2},
+        slots__kept=kept,
+        slots__freed=bs * w - kept,
+        slots__idle_owned=page + sum(int(n) for n in step.slots.allocated),
+        slots__idle_free=pool - page - sum(int(n) for n in step.slots.allocated),
+        outcome__allowed=allowed,
+        outcome__target_probs=probs,
+        outcome__coins=coins,
+        outcome__draft_lens=lens,
+        outcome__target_lens=lens.copy(),
     )
 
 
