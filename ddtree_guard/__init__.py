@@ -5,10 +5,10 @@ Importing this package loads nothing but the standard library; names load on fir
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # type checkers know the name; importing `typing` would cost half the budget
 if TYPE_CHECKING:
+    from typing import Any
+
     from ddtree_guard.config import Config as Config
     from ddtree_guard.config import Mode as Mode
     from ddtree_guard.errors import GuardError as GuardError
@@ -27,6 +27,8 @@ __all__ = ["Config", "Finding", "Guard", "GuardError", "Mode", "Report", "Rule",
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name in _HOMES:
         return getattr(importlib.import_module(f"ddtree_guard.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'ddtree_guard' has no attribute {name!r}")

@@ -1,1 +1,1 @@
-"""Trace dumps: a Step on disk, written atomically and read without trust."""
+"""Dumps: steps and findings as a folder of JSON and safetensors that anyone can re-check."""

@@ -1,0 +1,119 @@
+"""The command line. It parses, loads one command's module, and turns errors into sentences.
+
+Exit codes: 0 clean, 1 finding or mismatch, 2 usage, 3 environment incompatible or not armed, 4 dump
+unreadable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import ddtree_guard
+from ddtree_guard.errors import GuardError, UsageError
+
+PROGRAM = "ddtree-guard"
+INTERNAL = 70  # a fault of this program, as in sysexits.h
+Command = Callable[[argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are UsageErrors of one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message[0].lower()}{message[1:]}; see `{self.prog} --help`.")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; every command sets `module`, whose `run` does the work."""
+    parser = _Parser(
+        prog=PROGRAM,
+        description="Check DDTree verify steps against what their trees say they must be.",
+        epilog="exit codes: 0 clean, 1 finding or mismatch, 2 usage, 3 environment, "
+        "4 dump unreadable",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"{PROGRAM} {ddtree_guard.__version__}"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    demo = _command(commands, "demo", "demo", "the incident on SGLang's own code, without a GPU")
+    demo.add_argument("--out", metavar="DIR", help="where the dump goes (default: a new folder)")
+
+    rules = _command(commands, "rules", "commands.rules", "the rule catalogue")
+    rules.add_argument("--markdown", metavar="DIR", help="write one page per rule into DIR")
+
+    explain = _command(
+        commands, "explain", "commands.explain", "what a rule, a log line or a dump means"
+    )
+    explain.add_argument(
+        "what", nargs="+", metavar="ID|NAME|LOGLINE|DUMP", help="for example W3, or a dump folder"
+    )
+
+    check = _command(commands, "check", "commands.check", "re-check the steps of a dump")
+    check.add_argument("dump", metavar="DUMP", help="the dump folder")
+    check.add_argument("--rules", default="", metavar="LIST", help="for example W,T4,-P1")
+    check.add_argument("--all", action="store_true", help="list every rule that was not checked")
+
+    show = _command(commands, "show", "commands.show", "draw a step: trees, masks, stride ruler")
+    show.add_argument("dump", metavar="DUMP", help="the dump folder")
+    show.add_argument("--step", type=int, metavar="N", help="index into the dump, from 0")
+    show.add_argument("--request", type=int, metavar="N", help="request index within the batch")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[_Parser], name: str, module: str, text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(module=module)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Nothing escapes as a traceback."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode gets "?"
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except GuardError as error:
+        return _fail(str(error), error.exit_code, argv)
+    except BrokenPipeError:
+        # The reader has gone, as `| head` does; point stdout away so that exit stays quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    except KeyboardInterrupt:
+        return 128 + 2
+    except Exception as error:
+        if sys.flags.dev_mode:
+            raise
+        sentence = (
+            f"this is a fault of {PROGRAM} itself: {type(error).__name__}: {error}; run it again "
+            f"as `python -X dev -m ddtree_guard ...` and report what that prints."
+        )
+        return _fail(sentence, INTERNAL, argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    args = build_parser().parse_args(argv)
+    run: Command = importlib.import_module(f"ddtree_guard.{args.module}").run
+    return run(args)
+
+
+def _fail(sentence: str, code: int, argv: Sequence[str]) -> int:
+    from ddtree_guard.render import plain  # a sentence may quote a hostile file
+
+    print(f"{PROGRAM}: {plain(sentence)}", file=sys.stderr)
+    if "--json" in argv:
+        print(json.dumps({"error": sentence, "exit": code}))
+    return code

@@ -1,0 +1,246 @@
+"""Write steps and findings to a dump folder that appears whole or not at all.
+
+`<root>/<run>/<time>_TP0_pid<p>_step<n>_<RULE>/` holds manifest.json and one safetensors file per
+step. Everything is written and synced under a temporary name, then renamed; files are 0600 and the
+folder 0700; the oldest dumps go when there are too many or they are too large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+import ddtree_guard
+from ddtree_guard.config import Config, RuleSelection
+from ddtree_guard.dump.redact import Redactor, unchecked
+from ddtree_guard.dump.schema import MANIFEST, SCHEMA, encode
+from ddtree_guard.errors import GuardError
+from ddtree_guard.rule import Finding
+from ddtree_guard.step import Step
+
+log = logging.getLogger(__name__)
+
+StepFindings = tuple[int, Finding]  # index into the steps of the dump, finding
+_FOLDER = re.compile(r"\d{8}T\d{6}\.\d{3}Z_[A-Za-z0-9.-]+_pid\d+_step-?\d+_[A-Za-z0-9.-]+(~\d+)?")
+_TEMPORARY = ".writing-"
+_ABANDONED_S = 3600.0
+
+
+class DumpTooLarge(GuardError):
+    """One step alone exceeds the size that dumps may take."""
+
+
+class DumpWriter:
+    """Writes the dumps of one process under one run folder."""
+
+    def __init__(
+        self, run: str, config: Config | None = None, redactor: Redactor | None = None
+    ) -> None:
+        self.config = config or Config()
+        self.folder = self.config.dump_dir / _safe(run)
+        self.redactor = redactor or Redactor()
+
+    def save(self, steps: Sequence[Step], findings: Sequence[StepFindings] = ()) -> Path | None:
+        """Like `write`, but a failure is a warning in the log and the answer None."""
+        try:
+            return self.write(steps, findings)
+        except (OSError, GuardError) as error:
+            log.warning("ddtree_guard: no dump was written to %s: %s", self.folder, error)
+        except Exception:
+            log.warning("ddtree_guard: no dump was written to %s", self.folder, exc_info=True)
+        return None
+
+    def write(self, steps: Sequence[Step], findings: Sequence[StepFindings] = ()) -> Path:
+        """Write a dump and return its folder. The oldest steps are left out if all are too large.
+
+        Raises OSError as the file system does, DumpError for a value that cannot be held, and
+        DumpTooLarge when the newest step alone is over the limit.
+        """
+        if self.config.redact:
+            steps = [self.redactor.step(step) for step in steps]
+            findings = [(at, self.redactor.finding(f)) for at, f in findings]
+        coded = [_Coded(step) for step in steps]
+        dropped = self._surplus(coded)
+        rule = findings[0][1].rule if findings else "manual"
+        findings = [(at - dropped, f) for at, f in findings if at >= dropped]
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        final = self._publish(_name(steps[-1], rule), coded[dropped:], findings, dropped)
+        self.rotate(final)
+        return final
+
+    def rotate(self, newest: Path) -> None:
+        """Remove the oldest dumps beyond `dump_keep` and `dump_max_mb`, never `newest`."""
+        limit = self.config.dump_max_mb << 20
+        found = [p for p in self.config.dump_dir.glob("*/*") if _FOLDER.fullmatch(p.name)]
+        dumps = sorted((p for p in found if not p.is_symlink()), key=lambda p: p.name)
+        sizes = {path: _size(path) for path in dumps}
+        while dumps and (len(dumps) > self.config.dump_keep or sum(sizes.values()) > limit):
+            oldest = dumps.pop(0)
+            if oldest != newest:
+                shutil.rmtree(oldest, ignore_errors=True)
+            sizes.pop(oldest)
+        for path in self.folder.glob(f"{_TEMPORARY}*"):
+            with contextlib.suppress(OSError):
+                if datetime.now().timestamp() - path.stat().st_mtime > _ABANDONED_S:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _surplus(self, coded: Sequence[_Coded]) -> int:
+        """How many of the oldest steps must be left out."""
+        limit, total = self.config.dump_max_mb << 20, 0
+        for at in range(len(coded) - 1, -1, -1):
+            total += coded[at].nbytes
+            if total > limit:
+                if at == len(coded) - 1:
+                    raise DumpTooLarge(
+                        f"one step takes {total >> 20} MB, more than "
+                        f"SGLANG_DDTREE_GUARD_DUMP_MAX_MB={self.config.dump_max_mb}."
+                    )
+                return at + 1
+        return 0
+
+    def _publish(
+        self, name: str, coded: Sequence[_Coded], findings: Sequence[StepFindings], dropped: int
+    ) -> Path:
+        temporary = self.folder / f"{_TEMPORARY}{os.getpid()}-{name}"
+        os.mkdir(temporary, 0o700)
+        try:
+            blobs = {}
+            for at, one in enumerate(coded):
+                data = one.blob()  # one at a time: a step can take hundreds of megabytes
+                blob = f"step-{at:04d}.safetensors"
+                _write_file(temporary / blob, data)
+                blobs[blob] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+            manifest = self._manifest(coded, blobs, findings) | {"steps_left_out": dropped}
+            text = json.dumps(manifest, indent=1, allow_nan=False)
+            _write_file(temporary / MANIFEST, text.encode())
+            _sync_folder(temporary)
+            return _rename(temporary, self.folder / name)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    def _manifest(
+        self, coded: Sequence[_Coded], blobs: dict[str, Any], findings: Sequence[StepFindings]
+    ) -> dict[str, Any]:
+        redact = self.config.redact
+        return {
+            "schema": SCHEMA,
+            "created": _now().isoformat(timespec="milliseconds"),
+            "versions": _versions(),
+            "config": _config(self.config),
+            "redacted": redact,
+            "cannot_recheck": unchecked() if redact else {},
+            "blobs": blobs,
+            "steps": [
+                {"blob": name, "arrays": one.shapes(), "step": one.data}
+                for name, one in zip(blobs, coded, strict=True)
+            ],
+            "findings": [{"step": at, "finding": encode(f, "", {})} for at, f in findings],
+        }
+
+
+class _Coded:
+    """One step in the form of the dump."""
+
+    def __init__(self, step: Step) -> None:
+        self.arrays: dict[str, Any] = {}
+        self.data = encode(step, "", self.arrays)
+        self.nbytes = sum(array.nbytes for array in self.arrays.values())
+
+    def blob(self) -> bytes:
+        return bytes(safetensors.numpy.save(self.arrays))
+
+    def shapes(self) -> dict[str, Any]:
+        return {
+            name: {"dtype": array.dtype.name, "shape": list(array.shape)}
+            for name, array in self.arrays.items()
+        }
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(temporary: Path, final: Path) -> Path:
+    """Rename to the final name, or to `~1`, `~2`, ... when another dump has that name."""
+    for attempt in range(100):
+        target = final.with_name(f"{final.name}~{attempt}") if attempt else final
+        if not target.exists():
+            os.rename(temporary, target)
+            _sync_folder(target.parent)
+            return target
+    raise FileExistsError(f"{final} and its 99 alternatives exist")
+
+
+def _name(step: Step, rule: str) -> str:
+    stamp = _now().strftime("%Y%m%dT%H%M%S.%f")[:-3] + "Z"
+    return f"{stamp}_{_safe(step.who.rank)}_pid{os.getpid()}_step{step.who.step_id}_{_safe(rule)}"
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-") or "unnamed"
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size
+    return total
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what is loaded; nothing is imported for this."""
+    loaded = {name: sys.modules.get(name) for name in ("sglang", "torch", "triton")}
+    versions = {n: str(getattr(m, "__version__", "")) for n, m in loaded.items() if m is not None}
+    own = {"ddtree_guard": ddtree_guard.__version__, "numpy": np.__version__}
+    return {**own, "python": platform.python_version(), **versions}
+
+
+def _config(config: Config) -> dict[str, Any]:
+    """The resolved configuration, as text and numbers."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {name: _config_value(value) for name, value in values.items()}
+
+
+def _config_value(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, RuleSelection):
+        ignored = [f"-{name}" + (f"@{day}" if day else "") for name, day in value.ignore]
+        return ",".join([*value.select, *ignored])
+    if isinstance(value, tuple):
+        return [str(item) for item in value]
+    return value if isinstance(value, (bool, int)) else str(value)

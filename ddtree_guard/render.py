@@ -1,0 +1,191 @@
+"""Finding -> text: the one source for the log, the command line, pytest and HTML. Plain text only.
+
+Values come from a server that misbehaves and from files of strangers, so every value is quoted
+before it reaches a terminal or a log: no newline, no escape sequence, no forged field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ddtree_guard.rule import Finding
+from ddtree_guard.step import Step
+
+if TYPE_CHECKING:
+    from ddtree_guard.guard import Report
+
+LOG_PREFIX = "ddtree_guard finding"
+LOG_KEYS = (
+    "rule", "scope", "rid", "step", "expected", "actual", "tokens_left", "incident", "dump",
+)  # fmt: skip
+_BARE = re.compile(r"[A-Za-z0-9_./:@%+*()\[\],<>-]+")
+_PAIR = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^\s"]+)')
+_UNKNOWN = "-"
+
+
+def quote(value: object) -> str:
+    """The value as one word: bare where it is harmless, else a JSON string in ASCII."""
+    text = str(value)
+    return text if _BARE.fullmatch(text) else json.dumps(text)
+
+
+def plain(text: str) -> str:
+    """The text without anything that a terminal or a log would obey."""
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+def incident_id(finding: Finding, step: Step) -> str:
+    """A short name for this finding, the same wherever it is rendered."""
+    who = step.who
+    seed = f"{finding.rule} {who.rank} {who.worker} {who.step_id} {finding.rid} {finding.row}"
+    return "dg-" + hashlib.blake2b(seed.encode(errors="replace"), digest_size=2).hexdigest()
+
+
+def line(
+    finding: Finding, step: Step, incident: str | None = None, dump: object | None = None
+) -> str:
+    """The greppable line. Keys and their order never change; an unknown value is `-`."""
+    values: dict[str, object] = {
+        "rule": finding.rule,
+        "scope": finding.scope.value,
+        "rid": _known(finding.rid),
+        "step": step.who.step_id,
+        "expected": finding.expected,
+        "actual": finding.actual,
+        "tokens_left": _left(finding.tokens_left),
+        "incident": incident or incident_id(finding, step),
+        "dump": _known(dump),
+    }
+    return " ".join([LOG_PREFIX, *(f"{key}={quote(values[key])}" for key in LOG_KEYS)])
+
+
+def parse_line(text: str) -> dict[str, str]:
+    """The fields of a log line made by `line`, wherever it stands in the text; empty if none."""
+    fields: dict[str, str] = {}
+    for key, value in _PAIR.findall(text):
+        if key in LOG_KEYS and key not in fields:
+            fields[key] = _unquote(value)
+    return fields if "rule" in fields else {}
+
+
+def block(finding: Finding, step: Step, dump: object | None = None) -> str:
+    """Six lines for a person: what, the equation, the symbols, who, why, and what to do next."""
+    lines = (
+        f"{finding.rule} {finding.name}: {finding.headline}",
+        f"  {finding.equation}",
+        f"  {_symbols(finding.bindings)}",
+        f"  {_who(finding, step)}",
+        f"  usual cause ({finding.confidence}): {finding.cause or 'not known'}",
+        f"  {_done(finding, dump)}",
+    )
+    return "\n".join(map(plain, lines))
+
+
+def headline(finding: Finding) -> str:
+    """Rule, defect name and what happened, in one line."""
+    return plain(f"{finding.rule} {finding.name}: {finding.headline}")
+
+
+def summary(*reports: Report, selected_out: int = 0) -> str:
+    """What was checked, what was found, what was not checked. Never a bare OK.
+
+    A rule counts as checked when it was evaluated on at least one step; `selected_out` rules were
+    left out on request.
+    """
+    checked = {rule for report in reports for rule in report.checked}
+    skipped = {n.rule for report in reports for n in report.not_checked} - checked
+    broken = _ordered(rule for report in reports for rule in report.rules)
+    findings = sum(len(report.findings) for report in reports)
+    if broken:
+        verdict = f"{_count(findings, 'finding')} ({', '.join(broken)})"
+    else:
+        verdict = "clean" if checked else "so nothing is known"
+    rest = _count(len(skipped) + selected_out, "rule")
+    return (
+        f"checked {_count(len(reports), 'step')}, {_count(len(checked), 'rule')}, {verdict}; "
+        f"{rest} not checked"
+    )
+
+
+def not_checked(*reports: Report) -> list[str]:
+    """One line per rule and reason that kept it from being evaluated, with the steps it hit."""
+    hits: dict[tuple[str, str], int] = {}
+    for report in reports:
+        for entry in report.not_checked:
+            key = (entry.rule, entry.why)
+            hits[key] = hits.get(key, 0) + 1
+    return [
+        f"{rule} not checked{_on_some(count, len(reports))}: {plain(why)}"
+        for (rule, why), count in hits.items()
+    ]
+
+
+def as_json(finding: Finding, step: Step) -> dict[str, Any]:
+    """The finding as JSON values, with the step it is about."""
+    fields = {name: getattr(finding, name) for name in Finding.__dataclass_fields__}
+    fields |= {"scope": finding.scope.value, "site": finding.site.value}
+    fields |= {"victims": list(finding.victims), "bindings": dict(finding.bindings)}
+    return fields | {"step": step.who.step_id, "incident": incident_id(finding, step)}
+
+
+def _symbols(bindings: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in bindings.items())
+
+
+def _who(finding: Finding, step: Step) -> str:
+    who = step.who
+    parts: dict[str, object] = {
+        "site": finding.site.value,
+        "step": who.step_id,
+        "rank": who.rank,
+        "request": finding.request,
+        "row": finding.row,
+        "rid": finding.rid,
+        "victims": ",".join(map(str, finding.victims)) or None,
+        "backend": f"{who.backend}/{who.backend_kind}",
+        "graph": who.path,
+    }
+    reads = "latent (this kernel does not read it)" if finding.latent else "read by this kernel"
+    words = [f"{key}={quote(value)}" for key, value in parts.items() if value is not None]
+    return "  ".join([" ".join(words), reads])
+
+
+def _done(finding: Finding, dump: object | None) -> str:
+    left = {True: "tokens left", False: "tokens did not leave", None: "tokens: not known"}
+    parts = [finding.action or "reported", left[finding.tokens_left]]
+    if dump is not None:
+        parts.append(f"dump {dump}")
+    return "; ".join([*parts, f"next: {finding.next_step}"])
+
+
+def _left(tokens_left: bool | None) -> str:
+    return {True: "yes", False: "no", None: "unknown"}[tokens_left]
+
+
+def _known(value: object | None) -> object:
+    return _UNKNOWN if value is None else value
+
+
+def _unquote(value: str) -> str:
+    if not value.startswith('"'):
+        return value
+    try:
+        return str(json.loads(value))
+    except ValueError:
+        return value
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _on_some(count: int, total: int) -> str:
+    return "" if count == total else f" on {count} of {total} steps"

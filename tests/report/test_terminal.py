@@ -1,0 +1,66 @@
+"""Colour on a terminal, none in a pipe or with NO_COLOR; tables that quote what they show."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from ddtree_guard.report import terminal
+from ddtree_guard.testing.faults import FAULTS
+from ddtree_guard.testing.steps import sound_step
+
+BROKEN = FAULTS["W3"](sound_step(3, lens=(37, 21, 50)), 2).step
+PICTURES = (terminal.ruler, terminal.heatmap, terminal.tree)
+
+
+def drawn(console: Console, out: io.StringIO) -> str:
+    for picture in PICTURES:
+        console.print(picture(BROKEN, 2))
+    console.print(terminal.requests_table(BROKEN))
+    return out.getvalue()
+
+
+def test_a_pipe_gets_no_colour_and_at_most_100_columns() -> None:
+    out = io.StringIO()
+    text = drawn(terminal.console(out), out)
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_terminal_gets_colour_over_the_same_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    plain, colour = io.StringIO(), io.StringIO()
+    without = drawn(terminal.console(plain), plain)
+    with_colour = drawn(Console(file=colour, force_terminal=True, width=100, highlight=False,
+                                color_system="standard"), colour)  # fmt: skip
+    assert "\x1b[32m" in with_colour
+    assert re.sub(r"\x1b\[[0-9;]*m", "", with_colour) == without
+
+
+def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = io.StringIO()
+    text = drawn(Console(file=out, force_terminal=True, width=100, highlight=False), out)
+    assert not re.search(r"\x1b\[(?:[0-9;]*;)?3[0-9]", text)
+
+
+def test_the_table_shows_right_and_found_values() -> None:
+    out = io.StringIO()
+    terminal.console(out).print(terminal.requests_table(BROKEN))
+    row = next(line for line in out.getvalue().splitlines() if "r2" in line)
+    assert "1139 -> 1072" in row
+    assert "50" in row.split()
+
+
+def test_a_table_cell_cannot_command_the_terminal_or_the_markup() -> None:
+    out = io.StringIO()
+    terminal.console(out).print(terminal.table(("a", "b"), [("[red]x[/red]", "\x1b[2J")]))
+    assert "[red]x[/red]" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+
+
+def test_missing_parts_are_dashes() -> None:
+    step = BROKEN.replace(layout__qo_indptr=None, tree__sizes=None, tree__depths=None)
+    row = terminal.request_rows(step)[0]
+    assert (row["query rows"], row["nodes"], row["depth"]) == ("-", "-", "-")

@@ -1,0 +1,285 @@
+"""The command line: every command, exit codes, and one sentence for every bad input."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ddtree_guard import cli
+from ddtree_guard.checks import ALL
+from ddtree_guard.config import Config
+from ddtree_guard.dump.write import DumpWriter
+from ddtree_guard.guard import Guard
+from ddtree_guard.render import line
+from ddtree_guard.rule import Finding
+from ddtree_guard.step import Step, Widths
+from ddtree_guard.testing.faults import FAULTS
+from ddtree_guard.testing.steps import sound_step
+
+SOUND = sound_step(3, lens=(37, 21, 50), padded_bs=4)
+BROKEN = FAULTS["W3"](SOUND.replace(who__step_id=912), 2).step
+
+
+def dumped(root: Path, *steps: Step, redact: bool = False, findings: bool = True) -> str:
+    found = [(i, f) for i, step in enumerate(steps) for f in Guard().check(step).findings]
+    config = Config(dump_dir=root, redact=redact)
+    return str(DumpWriter("run", config).write(list(steps), found if findings else []))
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> str:
+    return dumped(tmp_path, SOUND, BROKEN)
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> str:
+    return dumped(tmp_path, SOUND)
+
+
+Output = tuple[int, str, str]
+Run = Callable[..., Output]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*argv: str) -> Output:
+        capsys.readouterr()
+        code = cli.main(argv)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out, err
+
+    return call
+
+
+BAD = {
+    "unknown command": (["chek"], 2, "invalid choice: 'chek'"),
+    "no command": ([], 2, "COMMAND"),
+    "unknown option": (["rules", "--colour"], 2, "--colour"),
+    "missing dump": (["check"], 2, "DUMP"),
+    "unknown rule": (["explain", "W33"], 2, "Nearest: W3 mask-offset-gap"),
+    "misspelt defect": (["explain", "mask-ofset-gap"], 2, "W3 mask-offset-gap"),
+    "nothing like a rule": (["explain", ""], 2, "no rule is called ''"),
+    "log line of an unknown rule": (["explain", "ddtree_guard finding rule=Q9"], 2, "'Q9'"),
+    "no such dump": (["check", "/nowhere/at/all"], 4, "is not a dump folder"),
+    "a file as dump": (["check", __file__], 4, "is not a dump folder"),
+    "a foreign folder": (["check", str(Path(__file__).parent)], 4, "holds no manifest.json"),
+    "explain no such dump": (["explain", "./nowhere/"], 4, "is not a dump folder"),
+    "show no such dump": (["show", "/nowhere"], 4, "is not a dump folder"),
+    "pages into a file": (["rules", "--markdown", __file__], 2, "cannot be written"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_bad_input_is_one_sentence_and_an_exit_code(run: Run, case: str, as_json: bool) -> None:
+    argv, code, words = BAD[case]
+    found, out, err = run(*argv, *(["--json"] if as_json else []))
+    assert found == code
+    assert err.startswith("ddtree-guard: ")
+    assert words in err
+    assert err.count("\n") == 1
+    if as_json:
+        assert json.loads(out)["exit"] == code
+    else:
+        assert out == ""
+
+
+def test_bad_selections_name_what_is_right(run: Run, sound: str) -> None:
+    for selection, words in (
+        ("Q9", "no rule is called 'Q9'"),
+        ("W3@2026", "rule selection 'W3@2026' is not understood"),
+        ("-W3@tomorrow", "is not a day"),
+    ):
+        code, _, err = run("check", sound, f"--rules={selection}")
+        assert code == 2
+        assert words in err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--step", "7"), ("--request", "3"), ("--step", "-1")])
+def test_show_names_the_range(run: Run, sound: str, flag: str, value: str) -> None:
+    code, _, err = run("show", sound, f"{flag}={value}")
+    assert code == 2
+    assert f"is {value}, but the dump holds" in err
+
+
+def test_check_of_a_sound_dump_counts_and_exits_0(run: Run, sound: str) -> None:
+    code, out, _ = run("check", sound)
+    assert code == 0
+    assert f"checked 1 step, {len(Guard().check(SOUND).checked)} rules, clean; " in out
+
+
+def test_check_of_a_broken_dump_shows_the_block_and_exits_1(run: Run, broken: str) -> None:
+    code, out, _ = run("check", broken)
+    assert code == 1
+    assert "mask_indptr[3] - mask_indptr[2] = 1072, expected w*(s+w) = 17*(50+17) = 1139" in out
+    assert "step=912" in out
+    assert "(W3" in out.splitlines()[-1]
+
+
+def test_check_as_json(run: Run, broken: str) -> None:
+    code, out, _ = run("check", "--json", broken)
+    values = json.loads(out)
+    assert code == values["exit"] == 1
+    assert values["steps"] == 2
+    assert ("W3", 912, "1139") in [
+        (f["rule"], f["step"], f["expected"]) for f in values["findings"]
+    ]
+    assert set(values["rules_checked"]) >= {"W1", "W3"}
+
+
+def test_check_with_a_selection_counts_the_rest_as_not_checked(run: Run, broken: str) -> None:
+    code, out, _ = run("check", broken, "--rules", "W1")
+    assert code == 0
+    assert out.startswith(f"checked 2 steps, 1 rule, clean; {len(ALL) - 1} rule")
+
+
+def test_check_says_why_a_rule_was_not_checked(run: Run, tmp_path: Path) -> None:
+    step = SOUND.replace(layout__mask_indptr=None, contract__not_checked={"W1": "no queries here"})
+    path = dumped(tmp_path, SOUND, step)
+    _, out, _ = run("check", path, "--all")
+    assert "W3 not checked on 1 of 2 steps: layout.mask_indptr is not in this step" in out
+    assert "W1 not checked on 1 of 2 steps: no queries here" in out
+
+
+def test_check_of_a_step_with_missing_parts_is_never_clean(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("check", dumped(tmp_path, Step(2, 2, Widths(17))), "--rules=W1,W3")
+    assert code == 4
+    assert "no selected rule can be evaluated on this dump" in err
+    assert "clean" not in out
+
+
+def test_a_recorded_finding_that_is_gone_is_a_mismatch(run: Run, tmp_path: Path) -> None:
+    finding = Guard().check(BROKEN).findings[0]
+    path = DumpWriter("run", Config(dump_dir=tmp_path)).write([SOUND], [(0, finding)])
+    code, out, _ = run("check", str(path))
+    assert code == 1
+    assert (
+        f"{finding.rule} was recorded when the dump was written; this check finds it sound" in out
+    )
+
+
+def test_a_recorded_finding_of_no_rule_is_not_lost(run: Run, tmp_path: Path) -> None:
+    finding = Finding("bits and words differ", "a != b", "a", "b", rule="Z1\x1b[31m")
+    path = DumpWriter("run", Config(dump_dir=tmp_path)).write([SOUND], [(0, finding)])
+    code, out, _ = run("check", str(path))
+    assert code == 1
+    assert "Z1\\u001b[31m was recorded" in out
+
+
+@pytest.mark.parametrize("hostile", [2**62, -5])
+def test_lengths_that_overflow_are_findings_or_not_checked(
+    run: Run, tmp_path: Path, hostile: int
+) -> None:
+    lens = SOUND.layout.prefix_lens.copy()
+    lens[2] = hostile
+    path = dumped(tmp_path, SOUND.replace(layout__prefix_lens=lens), findings=False)
+    assert run("check", path)[0] == 1
+    assert run("show", path)[0] == 0
+
+
+def test_explain_prints_the_page(run: Run) -> None:
+    for name in ("W3", "w3", "mask-offset-gap", "W3 mask-offset-gap: request 1 reads"):
+        code, out, _ = run("explain", name)
+        assert code == 0
+        for words in ("W3 mask-offset-gap", "Holds when", "Breaks as", "Usual cause", "Seen in"):
+            assert words in out
+
+
+def test_explain_a_log_line_states_its_values(run: Run) -> None:
+    finding = Guard().check(BROKEN).findings[-1]
+    text = "[2026-11-29 10:00 TP0] " + line(finding, BROKEN, dump="/var/dg/x")
+    for argv in ([text], text.split()):  # quoted by the shell, or not
+        code, out, _ = run("explain", *argv)
+        assert code == 0
+        assert "Step 912, request r2: expected 1139, found 1072" in out
+        assert "ddtree-guard check /var/dg/x" in out
+        assert "Holds when" in out
+
+
+def test_explain_a_dump_shows_its_findings(run: Run, broken: str, sound: str) -> None:
+    _, out, _ = run("explain", broken)
+    assert "step=912" in out
+    assert "Holds when" in out
+    assert "No finding was recorded" in run("explain", sound)[1]
+
+
+def test_explain_as_json(run: Run, broken: str) -> None:
+    assert json.loads(run("explain", "--json", "W3")[1])["rules"][0]["name"] == "mask-offset-gap"
+    assert [1, "W3"] in json.loads(run("explain", "--json", broken)[1])["findings"]
+
+
+def test_rules_lists_every_rule(run: Run) -> None:
+    _, out, _ = run("rules")
+    for rule in ALL:
+        assert f"{rule.id:5} {rule.name}" in out
+    facts = json.loads(run("rules", "--json")[1])
+    assert [fact["id"] for fact in facts] == [rule.id for rule in ALL]
+    assert all(fact["page"]["Holds when"] for fact in facts)
+
+
+def test_show_draws_the_offender_by_default(run: Run, broken: str) -> None:
+    code, out, _ = run("show", broken)
+    assert code == 0
+    for words in ("step 912 (index 1 of 2)", "query rows", "mask cells", "mask of request 2",
+                  "tree of request 2", "1139 -> 1072"):  # fmt: skip
+        assert words in out
+    assert max(map(len, [row for row in out.splitlines() if "site=" not in row])) <= 260
+    assert "\x1b" not in out
+
+
+def test_show_as_json(run: Run, broken: str) -> None:
+    values = json.loads(run("show", "--json", "--step=0", "--request=1", broken)[1])
+    assert (values["index"], values["request"], values["findings"]) == (0, 1, [])
+    assert len(values["requests"]) == 3
+
+
+def test_a_fault_of_the_program_is_a_sentence(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: argparse.Namespace) -> int:
+        raise RuntimeError("\x1b[2J boom")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    code, _, err = run("rules")
+    assert code == cli.INTERNAL
+    assert "this is a fault of ddtree-guard itself: RuntimeError: \\u001b[2J boom" in err
+
+
+def test_an_interrupt_is_quiet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(argv: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupt)
+    assert run("rules") == (130, "", "")
+
+
+def test_version_and_help_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--version"], ["--help"], ["check", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        assert stop.value.code == 0
+    assert "ddtree-guard 0.1.0" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "ddtree_guard", "rules", "--json"]
+    env = {"PYTHONPATH": ":".join(sys.path)}  # with buffered output, whatever the caller has set
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, env=env, check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_terminal_without_unicode_gets_the_pictures_too(broken: str) -> None:
+    command = [sys.executable, "-m", "ddtree_guard", "show", broken]
+    env = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path), "NO_COLOR": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mask of request 2" in done.stdout

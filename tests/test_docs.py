@@ -1,0 +1,34 @@
+"""Generated documents are current, and the rules they come from are complete."""
+
+from pathlib import Path
+
+import pytest
+
+from ddtree_guard.checks import ALL
+from ddtree_guard.report.pages import pages, write_pages
+from ddtree_guard.rule import HEADINGS, Rule
+from ddtree_guard.testing.faults import FAULTS
+
+DOCS = Path(__file__).parent.parent / "docs" / "rules"
+
+
+def test_rule_pages_are_current() -> None:
+    on_disk = {path.name: path.read_text() for path in DOCS.iterdir()}
+    assert on_disk == pages(ALL), "run `ddtree-guard rules --markdown docs/rules`"
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.id)
+def test_a_rule_has_a_whole_page_and_a_fault(rule: Rule) -> None:
+    assert [heading for heading in HEADINGS if f"\n{heading}: " not in rule.page] == []
+    assert rule.statement.endswith(".")
+    assert rule.needs
+    assert rule.id in FAULTS
+
+
+def test_pages_of_rules_that_are_gone_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("W99.md", "notes.md", "README.md"):
+        (tmp_path / name).write_text("old")
+    assert write_pages(str(tmp_path), ALL) == len(ALL) + 1
+    assert not (tmp_path / "W99.md").exists()
+    assert (tmp_path / "notes.md").read_text() == "old"
+    assert "[W3](W3.md)" in (tmp_path / "README.md").read_text()
