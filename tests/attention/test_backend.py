@@ -124,7 +124,7 @@ def test_a_plugin_that_replaced_the_class_stays_underneath(monkeypatch: pytest.M
     backend = build_backend(VerifyCase(head_dim=16), "auto")
     assert isinstance(backend, theirs)
     assert type(backend) is not theirs
-    assert run_verify(backend, VerifyCase(head_dim=16)).wrong_rows == ()
+    assert run_verify(backend, VerifyCase(head_dim=16)).right
     assert module.TritonAttnBackend is theirs
 
 
@@ -157,7 +157,7 @@ def test_sglangs_own_hook_registry_can_wrap_the_methods() -> None:
     try:
         hooks.HookRegistry.apply_hooks()
         case = VerifyCase(head_dim=16)
-        assert run_verify(build_backend(case, "auto"), case).wrong_rows == ()
+        assert run_verify(build_backend(case, "auto"), case).right
     finally:
         stock.init_forward_metadata = before
         hooks.HookRegistry.reset()
