@@ -53,8 +53,8 @@ def read_step(
     lanes = len(batch.req_pool_indices)
     live = lanes if bs is None else bs
     w = stated_width(facts, spec)
-    if w is None:
-        w = int(getattr(backend, facts.widths[-1]))
+    if w is None:  # the budget decides; the backend's own width is what rules judge
+        w = tree_width(runner) or int(getattr(backend, facts.widths[-1]))
     args = runner.server_args
     captured = graph_mask(backend, facts)
     algorithm = str(args.speculative_algorithm or "")
