@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.attention.backend import graph_mask, is_corrected
+from ddtree_guard.attention.backend import graph_mask, is_corrected, tree_width
 from ddtree_guard.hooks.contracts import contract_of
 from ddtree_guard.hooks.facts import BUDGET, Facts, facts_of, release, stated_width
 from ddtree_guard.step import (
