@@ -10,17 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import first, first_cell
-from ddtree_guard.checks.rows import (
-    accepted,
-    gather,
-    inside,
-    ints,
-    lowest,
-    node_rows,
-    optional,
-    parent_rows,
-)
+from ddtree_guard.checks.common import first, first_cell, ints, optional_ints
+from ddtree_guard.checks.rows import accepted, gather, inside, lowest, node_rows, parent_rows
 from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
@@ -119,7 +110,7 @@ def walk_stops_early(step: Step) -> Finding | None:
     index, lengths = accepted(step)
     last = gather(index, lengths[:, None] - 1)
     judged = _greedy(step) & (lengths > 0) & inside(last[:, 0], w)
-    walked = optional(step, "outcome.masked_walk")
+    walked = optional_ints(step, "outcome.masked_walk")
     if walked is not None:
         judged &= walked != 0
     missed = live & (np.arange(w) > 0) & (parents == last) & (tokens == gather(predict, last))
@@ -142,7 +133,7 @@ def walk_stops_early(step: Step) -> Finding | None:
 
 def _greedy(step: Step) -> Any:
     """Which requests are verified greedily. Raises NotEvaluable where that is not known."""
-    greedy = optional(step, "outcome.greedy")
+    greedy = optional_ints(step, "outcome.greedy")
     if greedy is not None:
         return greedy != 0
     if step.outcome.greedy_kernel:
@@ -166,7 +157,7 @@ def commit_off_path(step: Step) -> Finding | None:
     Seen in: I21, I47.
     """
     index, lengths = accepted(step)
-    lens, cut = ints(step, "outcome.accept_lens"), optional(step, "outcome.truncated")
+    lens, cut = ints(step, "outcome.accept_lens"), optional_ints(step, "outcome.truncated")
     cut = np.zeros_like(lens) if cut is None else cut
     return lowest(_wrong_length(step, lens, cut, lengths), _wrong_token(step, lens, index, lengths))
 
@@ -196,7 +187,8 @@ def _wrong_length(step: Step, lens: Any, cut: Any, lengths: Any) -> Finding | No
 
 def _wrong_token(step: Step, lens: Any, index: Any, lengths: Any) -> Finding | None:
     committed, tokens, predict = (
-        optional(step, path) for path in ("outcome.committed", "tree.tokens", "outcome.predict")
+        optional_ints(step, path)
+        for path in ("outcome.committed", "tree.tokens", "outcome.predict")
     )
     width = index.shape[1]
     if committed is None or tokens is None or predict is None or step.w < 1:
@@ -246,7 +238,7 @@ def length_drift(step: Step) -> Finding | None:
     """
     lens = ints(step, "outcome.accept_lens")
     holders = ("delta_seq_lens", "delta_seq_lens_cpu", "delta_output", "delta_kv")
-    deltas = {name: optional(step, f"outcome.{name}") for name in holders}
+    deltas = {name: optional_ints(step, f"outcome.{name}") for name in holders}
     present = {name: delta for name, delta in deltas.items() if delta is not None}
     if not present:
         raise NotEvaluable("no length change (outcome.delta_*) is in this step")
@@ -267,7 +259,7 @@ def length_drift(step: Step) -> Finding | None:
 
 
 def _drift_cause(step: Step, request: int, length: int, values: set[int]) -> str:
-    cut = optional(step, "outcome.truncated")
+    cut = optional_ints(step, "outcome.truncated")
     if cut is not None and values == {length + int(cut[request])} and cut[request]:
         return "the full accepted path was counted although the output stops earlier"
     if values == {step.w}:
@@ -293,7 +285,7 @@ def hidden_rows_off_path(step: Step) -> Finding | None:
     Seen in: I21, I44.
     """
     index, lengths = accepted(step)
-    hidden, cut = ints(step, "outcome.hidden_rows"), optional(step, "outcome.truncated")
+    hidden, cut = ints(step, "outcome.hidden_rows"), optional_ints(step, "outcome.truncated")
     width = max(index.shape[1], hidden.shape[1])
     want, got = np.full((step.bs, width), -1), np.full((step.bs, width), -1)
     columns = np.arange(width)
@@ -338,7 +330,7 @@ def stale_draft_start(step: Step) -> Finding | None:
     back by another number of tokens.
     Seen in: I45, I50.
     """
-    last, roots = ints(step, "outcome.last_committed"), optional(step, "tree.tokens")
+    last, roots = ints(step, "outcome.last_committed"), optional_ints(step, "tree.tokens")
     starts = {"draft_anchor": ints(step, "outcome.draft_anchor")}
     if roots is not None and roots.shape[1]:
         starts["tree.tokens[:,0]"] = roots[:, 0]
@@ -366,7 +358,10 @@ def _wrong_start(name: str, values: Any, last: Any) -> Finding | None:
 
 
 def _wrong_draft_length(step: Step) -> Finding | None:
-    draft, target = optional(step, "outcome.draft_lens"), optional(step, "outcome.target_lens")
+    draft, target = (
+        optional_ints(step, "outcome.draft_lens"),
+        optional_ints(step, "outcome.target_lens"),
+    )
     if draft is None or target is None:
         return None
     i = first(draft != target)

@@ -36,14 +36,14 @@ def lens_text(w: int, s: int) -> str:
 
 
 def ints(step: Step, path: str) -> Any:
-    """An integer array of the step as int64. Raises NotEvaluable if there is no such array."""
+    """An integer or bool array of the step as int64. Raises NotEvaluable if there is none."""
     value = step.get(path)
     if value is None:
         raise NotEvaluable(f"{path} is not in this step")
     misfit = step.misfit(path)
     if misfit:
         raise NotEvaluable(f"{path} {misfit} (see W5)")
-    if value.dtype.kind not in "iu":
+    if value.dtype.kind not in "biu":
         raise NotEvaluable(f"{path} holds {value.dtype}, expected whole numbers")
     return value.astype(np.int64)
 

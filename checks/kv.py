@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ddtree_guard.checks import kv_sizes
-from ddtree_guard.checks.common import first, first_cell
-from ddtree_guard.checks.rows import by_lane, gather, inside, ints, live_lens, lowest, optional
+from ddtree_guard.checks.common import first, first_cell, ints, optional_ints
+from ddtree_guard.checks.rows import by_lane, gather, inside, live_lens, lowest
 from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
@@ -50,10 +50,10 @@ def _written_outside(step: Step, pool: int) -> Finding | None:
 
 
 def _read_outside(step: Step, pool: int) -> Finding | None:
-    indices = optional(step, "layout.kv_indices")
+    indices = optional_ints(step, "layout.kv_indices")
     if indices is None:
         return None
-    indptr = optional(step, "layout.kv_indptr")
+    indptr = optional_ints(step, "layout.kv_indptr")
     read = len(indices) if indptr is None else min(max(int(indptr[-1]), 0), len(indices))
     at = first(~inside(indices[:read], pool))
     if at is None:
@@ -148,7 +148,7 @@ def _writes(step: Step, out: Any) -> tuple[Any, Any]:
 
     Padding rows of a live request may write the reserved slot; padded lanes must write it.
     """
-    bs, sizes = step.bs, optional(step, "tree.sizes")
+    bs, sizes = step.bs, optional_ints(step, "tree.sizes")
     live = np.full(bs, step.w) if sizes is None else sizes
     node = np.arange(step.w) < live[:, None]
     reserved = out == step.slots.reserved
@@ -206,7 +206,7 @@ def write_slot_off_table(step: Step) -> Finding | None:
     """
     lens, table = live_lens(step), ints(step, "slots.req_to_token")
     out = by_lane(step, "slots.out_cache_loc")[: step.bs]
-    sizes, rows = optional(step, "tree.sizes"), np.arange(step.w)
+    sizes, rows = optional_ints(step, "tree.sizes"), np.arange(step.w)
     if table.shape[1] == 0:
         raise NotEvaluable("slots.req_to_token has no columns")
     columns = lens[:, None] + rows
@@ -244,7 +244,7 @@ def _off_table(
     i, r = at
     s = int(lens[i])
     held = str(int(table[i, s + r])) if exists[at] else f"absent (the row has {table.shape[1]})"
-    mirror = optional(step, "layout.prefix_lens_cpu")
+    mirror = optional_ints(step, "layout.prefix_lens_cpu")
     start = s if mirror is None else int(mirror[i])
     moved = start != s and 0 <= start <= table.shape[1] - step.w
     moved = moved and np.array_equal(table[i, start : start + step.w], out[i])

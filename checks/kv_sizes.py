@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import first, first_cell
-from ddtree_guard.checks.rows import inside, ints, live_lens, lowest, optional, present
+from ddtree_guard.checks.common import first, first_cell, ints, optional_ints
+from ddtree_guard.checks.rows import inside, live_lens, lowest, present
 from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
@@ -55,7 +55,7 @@ def unaccounted_slots(step: Step) -> Finding | None:
     page = int(step.slots.page_size)
     if page < 1:
         raise NotEvaluable(f"slots.page_size = {page}, expected at least 1")
-    allocated, owned = ints(step, "slots.allocated"), optional(step, "slots.owned_pages")
+    allocated, owned = ints(step, "slots.allocated"), optional_ints(step, "slots.owned_pages")
     ragged = allocated % page != 0
     # Divided, not multiplied: a hostile page count must not wrap around.
     unequal = np.zeros_like(ragged) if owned is None else (allocated // page != owned)
@@ -124,7 +124,7 @@ def page_unit_mismatch(step: Step) -> Finding | None:
     page, kernel = int(step.slots.page_size), int(step.slots.kernel_page_size)
     if min(page, kernel) < 1:
         raise NotEvaluable(f"page sizes {page} and {kernel}, expected at least 1")
-    table = optional(step, "slots.page_table")
+    table = optional_ints(step, "slots.page_table")
     if kernel != page and not (kernel == 1 and table is None):
         return Finding(
             headline="the kernel counts pages in another unit",
@@ -176,7 +176,7 @@ def _wrong_page(step: Step, page: int, lens: Any, table: Any) -> Finding | None:
 
 def _pages_of_slots(step: Step, page: int, columns: Any) -> Any:
     """Page of each table column by the request's slots, -1 where unknown; None without them."""
-    slots = optional(step, "slots.req_to_token")
+    slots = optional_ints(step, "slots.req_to_token")
     if slots is None or slots.shape[1] == 0:
         return None
     at = columns * page
@@ -257,7 +257,7 @@ def _mask_overflow(step: Step) -> Finding | None:
 
 def _slot_overflow(step: Step) -> Finding | None:
     stride, bits = step.slots.token_stride, step.slots.index_bits
-    out, w = optional(step, "slots.out_cache_loc"), step.w
+    out, w = optional_ints(step, "slots.out_cache_loc"), step.w
     if stride is None or bits is None or out is None or int(stride) < 1:
         return None
     most = (_limit(int(bits)) - 1) // int(stride)
@@ -268,7 +268,7 @@ def _slot_overflow(step: Step) -> Finding | None:
     if at is not None:
         what, slot = f"out_cache_loc[{at[0]},{at[1]}]", int(out[at[0] * w + at[1]])
     else:
-        indices = optional(step, "layout.kv_indices")
+        indices = optional_ints(step, "layout.kv_indices")
         entry = None if indices is None else first(indices > most)
         if indices is None or entry is None:
             return None

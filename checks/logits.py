@@ -6,17 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import first, first_cell
-from ddtree_guard.checks.rows import (
-    accepted,
-    inside,
-    ints,
-    lowest,
-    node_rows,
-    optional,
-    path_row,
-    present,
-)
+from ddtree_guard.checks.common import first, first_cell, ints, optional_ints
+from ddtree_guard.checks.rows import accepted, inside, lowest, node_rows, path_row, present
 from ddtree_guard.rule import Cost, Finding, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
@@ -83,7 +74,7 @@ def target_id_outside_vocab(step: Step) -> Finding | None:
 
 def _on_path(step: Step) -> Any:
     """True for accepted rows; everywhere if the path is not known."""
-    if optional(step, "outcome.accept_index") is None:
+    if optional_ints(step, "outcome.accept_index") is None:
         return np.ones((step.bs, step.w), np.bool_)
     index, lengths = accepted(step)
     used = (np.arange(index.shape[1]) < lengths[:, None]) & inside(index, step.w)
@@ -94,8 +85,8 @@ def _on_path(step: Step) -> Any:
 
 
 def _foreign_commit(step: Step, vocab: int) -> Finding | None:
-    committed = optional(step, "outcome.committed")
-    lens = optional(step, "outcome.accept_lens")
+    committed = optional_ints(step, "outcome.committed")
+    lens = optional_ints(step, "outcome.accept_lens")
     if committed is None or lens is None:
         return None
     due = np.arange(committed.shape[1]) < lens[:, None]
@@ -159,7 +150,7 @@ def _sampled_as_greedy(request: int) -> Finding:
 def _impossible_token(step: Step) -> Finding | None:
     """The first accepted draft token that the target gives no probability."""
     probs = present(step, "outcome.target_probs")
-    if probs is None or optional(step, "outcome.accept_index") is None:
+    if probs is None or optional_ints(step, "outcome.accept_index") is None:
         return None
     index, lengths = accepted(step)
     width = min(index.shape[1] - 1, probs.shape[1])

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import first_cell
-from ddtree_guard.checks.rows import ints, live_lens, node_rows, optional
+from ddtree_guard.checks.common import first_cell, ints, optional_ints
+from ddtree_guard.checks.rows import live_lens, node_rows
 from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
@@ -70,7 +70,7 @@ def _runs(step: Step) -> Any:
 
 
 def _depths(step: Step) -> Any:
-    depths = optional(step, "tree.depths")
+    depths = optional_ints(step, "tree.depths")
     if depths is None and step.contract.chain:
         depths = np.broadcast_to(np.arange(step.w), (step.bs, step.w))
     if depths is None:
@@ -81,7 +81,7 @@ def _depths(step: Step) -> Any:
 def _position_cause(step: Step, got: Any, depths: Any, live: Any, request: int) -> tuple[str, str]:
     """What reproduces every position of the request, and how sure that is."""
     s = int(step.layout.prefix_lens[request])
-    mirror = optional(step, "layout.prefix_lens_cpu")
+    mirror = optional_ints(step, "layout.prefix_lens_cpu")
     rows = np.flatnonzero(live)
     if mirror is not None and np.array_equal(got[rows], mirror[request] + depths[rows]):
         return (

@@ -6,27 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from ddtree_guard.checks.common import ints, optional_ints
 from ddtree_guard.rule import Finding, NotEvaluable
 from ddtree_guard.step import Step
-
-
-def ints(step: Step, path: str) -> Any:
-    """The array at `path` as int64. Raises NotEvaluable if it does not hold integers."""
-    values = np.asarray(step.get(path))
-    if values.dtype.kind not in "biu":
-        raise NotEvaluable(f"{path} holds {values.dtype}, expected integers")
-    return values.astype(np.int64, copy=False)
 
 
 def present(step: Step, path: str) -> Any:
     """The array at `path`, or None where it is absent or misshapen (W5 reports the shape)."""
     value = step.get(path)
-    return None if value is None or path in step.misfits() else np.asarray(value)
-
-
-def optional(step: Step, path: str) -> Any:
-    """`ints`, or None where the array is absent or misshapen."""
-    return None if present(step, path) is None else ints(step, path)
+    return None if value is None or step.misfit(path) else np.asarray(value)
 
 
 def live_lens(step: Step) -> Any:
@@ -46,7 +34,7 @@ def by_lane(step: Step, path: str) -> Any:
 
 def node_rows(step: Step) -> Any:
     """True for the rows that hold a node, False for padding. bool, (bs, w)."""
-    sizes = optional(step, "tree.sizes")
+    sizes = optional_ints(step, "tree.sizes")
     if sizes is None and step.contract.chain:
         sizes = np.full(step.bs, step.w)
     if sizes is None:
@@ -58,7 +46,7 @@ def node_rows(step: Step) -> Any:
 
 def parent_rows(step: Step) -> Any:
     """Parent of each row; under a chain contract the row before it. int64, (bs, w)."""
-    parents = optional(step, "tree.parents")
+    parents = optional_ints(step, "tree.parents")
     if parents is None and step.contract.chain:
         parents = np.broadcast_to(np.arange(step.w) - 1, (step.bs, step.w))
     if parents is None:
@@ -86,7 +74,7 @@ def accepted(step: Step) -> tuple[Any, Any]:
 
 def path_row(step: Step, request: int, at: int) -> int | None:
     """Row of the `at`-th node on the accepted path, if the path is known and in range."""
-    index = optional(step, "outcome.accept_index")
+    index = optional_ints(step, "outcome.accept_index")
     if index is None or not 0 <= at < index.shape[1]:
         return None
     row = int(index[request, at])

@@ -9,16 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import first_cell
-from ddtree_guard.checks.rows import (
-    gather,
-    inside,
-    ints,
-    node_rows,
-    optional,
-    parent_rows,
-    previous_equal,
-)
+from ddtree_guard.checks.common import first_cell, ints, optional_ints
+from ddtree_guard.checks.rows import gather, inside, node_rows, parent_rows, previous_equal
 from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
@@ -355,7 +347,7 @@ def draft_token_outside_vocab(step: Step) -> Finding | None:
     padding = shard and ids[at] == _SHARD_PADDING
     expected = str(int(ids[at])) if shard else f"0..{vocab - 1}"
     expected = "the id of a column outside shard padding" if padding else expected
-    columns = optional(step, "tree.columns")
+    columns = optional_ints(step, "tree.columns")
     raw = shard and token == int(columns[at])
     return Finding(
         headline=f"request {i}: the token of row {r} is not the drafter's id"
@@ -376,7 +368,7 @@ def draft_token_outside_vocab(step: Step) -> Finding | None:
 
 def _global_ids(step: Step) -> Any:
     """Token id of each row's logit column, or None where columns or shard sizes are not known."""
-    columns = optional(step, "tree.columns")
+    columns = optional_ints(step, "tree.columns")
     real, padded = step.limits.vocab_per_rank, step.limits.vocab_per_rank_padded
     if columns is None or real is None:
         return None

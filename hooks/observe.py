@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.attention.backend import graph_mask, is_corrected
+from ddtree_guard.attention.backend import graph_mask, is_corrected, tree_width
 from ddtree_guard.hooks.contracts import contract_of
 from ddtree_guard.hooks.facts import BUDGET, Facts, facts_of, release, stated_width
 from ddtree_guard.step import (
@@ -57,8 +57,8 @@ def read_step(
     lanes = len(batch.req_pool_indices)
     live = lanes if bs is None else bs
     w = stated_width(facts, spec)
-    if w is None:
-        w = int(getattr(backend, facts.widths[-1]))
+    if w is None:  # the budget decides; the backend's own width is what rules judge
+        w = tree_width(runner) or int(getattr(backend, facts.widths[-1]))
     args = runner.server_args
     captured = graph_mask(backend, facts)
     algorithm = str(args.speculative_algorithm or "")
