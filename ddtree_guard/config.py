@@ -158,6 +158,11 @@ class Config:
         )
 
 
+def setting(name: str, env: Mapping[str, str] = os.environ) -> str:
+    """A variable that is not the guard's own, such as SGLANG_PLUGINS; empty if it is not set."""
+    return env.get(name, "").strip()
+
+
 VARIABLES = (
     "BACKEND", "DEPTH", "CAPTURE", "DUMP_DIR", "DUMP_MAX_MB", "DUMP_KEEP", "RING_STEPS",
     "REDACT", "SHADOW_EVERY", "RULES", "LOG",

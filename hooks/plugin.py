@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Mapping
 
 from ddtree_guard.attention.backend import install
-from ddtree_guard.config import PREFIX, Backend, Config, Mode
+from ddtree_guard.config import PREFIX, Backend, Config, Mode, setting
 from ddtree_guard.errors import GuardError, IncompatibleError
 from ddtree_guard.hooks.arm import GUARDS, scheduler_patch
 from ddtree_guard.hooks.facts import SUPPORTED, release
@@ -28,29 +27,24 @@ def load() -> None:
     swallow an exception and serve unchecked.
     """
     try:
-        activate(os.environ)
+        activate()
     except GuardError as error:
         log.error("ddtree_guard NOT ACTIVE: %s Serving continues with SGLang's own code.", error)
-        if raises(os.environ):
+        if setting(PREFIX).lower() == Mode.RAISE.value:
             raise SystemExit(error.exit_code) from None
     except Exception:
         log.exception("ddtree_guard NOT ACTIVE: this is our bug; serving continues unchecked.")
-        if raises(os.environ):
+        if setting(PREFIX).lower() == Mode.RAISE.value:
             raise SystemExit(IncompatibleError.exit_code) from None
 
 
-def raises(env: Mapping[str, str]) -> bool:
-    """Whether the environment asks for mode raise, be the rest of it right or wrong."""
-    return env.get(PREFIX, "").strip().lower() == Mode.RAISE.value
-
-
-def activate(env: Mapping[str, str]) -> PatchReport | None:
+def activate(env: Mapping[str, str] | None = None) -> PatchReport | None:
     """Read the configuration; install the backend choice and, with a mode, the scheduler's hook.
 
     Returns the report of the backend choice, None where that touches nothing. Raises UsageError
     for a wrong value and IncompatibleError for an SGLang that cannot be hooked.
     """
-    config = Config.from_env(env)
+    config = Config.from_env() if env is None else Config.from_env(env)
     for warning in config.warnings:
         log.warning("ddtree_guard: %s", warning)
     if config.backend is Backend.CORRECTED or config.mode is not Mode.OFF:

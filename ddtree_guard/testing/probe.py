@@ -11,12 +11,12 @@ or a benchmark puts one on the path; it is no part of an installed guard. It rea
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from ddtree_guard.config import setting
 from ddtree_guard.errors import UsageError
 from ddtree_guard.hooks import arm
 
@@ -25,14 +25,14 @@ PERIOD_S = 0.5
 
 def load() -> None:
     """Start the probe's thread in this process; it waits until the process has a guard."""
-    if os.environ.get("DDTREE_GUARD_PROBE"):
+    if setting("DDTREE_GUARD_PROBE"):
         threading.Thread(target=_run, name="ddtree-guard-probe", daemon=True).start()
 
 
 def _run() -> None:
-    target = Path(os.environ["DDTREE_GUARD_PROBE"])
+    target = Path(setting("DDTREE_GUARD_PROBE"))
     planted: dict[str, Any] = {}
-    rule, _, step = os.environ.get("DDTREE_GUARD_PROBE_PLANT", "").partition("@")
+    rule, _, step = setting("DDTREE_GUARD_PROBE_PLANT").partition("@")
     while True:
         time.sleep(PERIOD_S)
         if not arm.GUARDS:
