@@ -8,6 +8,7 @@ stdout and stderr is the server's log.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -167,7 +168,8 @@ class Child:
             env=environment(cell), start_new_session=True,
         )  # fmt: skip
         self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -195,10 +197,10 @@ class Child:
             raise RuntimeError(f"{self.cell.name}: {reason}\n{self.tail()}")
         return found
 
-    def ask(self, seconds: float, **command: Any) -> dict[str, Any]:
+    def ask(self, wait_s: float, /, **command: Any) -> dict[str, Any]:
         """Send a command and wait for its answer."""
         self.send(**command)
-        return self.answer(seconds)
+        return self.answer(wait_s)
 
     def probe(self) -> dict[str, Any]:
         """What the guard counted so far; empty without a guard."""
@@ -220,7 +222,11 @@ class Child:
                     self.process.wait(10)
                 except subprocess.TimeoutExpired:
                     continue
-        self.log.close()
+        self.reader.join(10)
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
 
 
 # --- child ---
@@ -260,7 +266,7 @@ async def soak(engine: Any, load: Load, seconds: float) -> dict[str, Any]:
     while time.monotonic() < end or running:
         target = 0 if time.monotonic() >= end else rng.randint(1, load.most)
         while len(running) < target:
-            rid = f"soak-{load.seed}-{counts['sent']}"
+            rid = f"soak-{load.seed}-{counts['sent']:06d}"  # aborts match by prefix
             counts["sent"] += 1
             job = asyncio.ensure_future(_one(engine, rid, load.prompt(rng), rng.randint(8, 192)))
             running.add(job)
@@ -329,7 +335,7 @@ def _serve(cell: Cell) -> None:
     import sglang
 
     engine = sglang.Engine(**engine_options(cell, models))
-    loop = asyncio.get_event_loop()
+    loop = getattr(engine, "loop", None) or asyncio.new_event_loop()
     _say(ready=True, start_s=round(time.monotonic() - begun, 2), release=sglang.__version__)
     for line in sys.stdin:
         command = json.loads(line)

@@ -225,7 +225,18 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(totals(list(results.rows.values()))))
     bad = [r for r in results.rows.values() if not r["planted"] and r["findings"]]
     missed = [r for r in results.rows.values() if r["planted"] and not _hit(r)]
-    return 1 if bad or missed or results.failed else 0
+    gaps = [r for r in results.rows.values() if not _covered(r)]
+    for word, rows in (("FINDING", bad), ("MISSED", missed), ("NOT COVERED", gaps)):
+        for found in rows:
+            print(f"{word} {found['cell']}")
+    return 1 if bad or missed or gaps or results.failed else 0
+
+
+def _covered(found: dict[str, Any]) -> bool:
+    """Whether the guard checked every verify step, and there were some."""
+    if found["algorithm"] == "NONE":
+        return True
+    return 0 < found["verify_steps"] == found["steps_checked"] and not found["faults"]
 
 
 def _hit(found: dict[str, Any]) -> bool:

@@ -30,7 +30,8 @@ from ddtree_guard.hooks.view import View
 from ddtree_guard.rule import Finding, Rule
 
 ALERT = 8  # steps read to the host after a hit, so that a fault that stays gets its numbers
-SAMPLE = {Depth.FAST: 1024, Depth.FULL: 64}  # every n-th step is read to the host as well
+# every n-th step is read to the host as well; each costs some milliseconds
+SAMPLE = {Depth.FAST: 16_384, Depth.FULL: 64}
 FIRST = 2  # so are the first ones of each runtime state and path
 
 
