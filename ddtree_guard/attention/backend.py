@@ -1,0 +1,350 @@
+"""SGLang's Triton attention backend with the width of the active tree.
+
+Stock takes rows per request from the server argument, which for DDTree is the draft block size.
+The subclass made here holds w = budget + 1 on the target from `__init__` on, follows the batch
+where its spec info states a width, and sizes what a captured graph reads for w. Everything else
+is SGLang's own code. Importing this module loads no torch and no SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree_guard.config import Backend
+from ddtree_guard.errors import IncompatibleError
+from ddtree_guard.hooks.facts import ALGORITHM, BUDGET, CLASS, Facts, facts_of, stated_width
+from ddtree_guard.hooks.patching import Original, Patch, PatchReport, apply
+
+# Persistent buffers with one entry per row: stock sizes them by max_num_tokens, and so must we.
+ROW_BUFFERS = (
+    "cuda_graph_num_kv_splits",
+    "cuda_graph_window_num_kv_splits",
+    "cuda_graph_swa_out_cache_loc",
+    "cuda_graph_out_cache_loc_full_physical",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBytes:
+    """Bytes of the persistent buffers of captured verify graphs."""
+
+    mask: int
+    kv_indices: int
+    attn_logits: int
+    rows: int
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return self.mask + self.kv_indices + self.attn_logits + self.rows
+
+
+def verify_buffer_bytes(
+    batch: int, w: int, context: int, heads: int, head_dim: int, kv_splits: int = 8
+) -> VerifyBytes:
+    """What the corrected backend allocates for graphs of up to `batch` requests of w rows.
+
+    The mask holds batch*w*(context+w) bytes; verify reads at most batch*context KV indices of
+    8 bytes, and needs no attention logits per draft row, only decode's one per request.
+    """
+    logits = batch * heads * kv_splits * (head_dim + 1) * 4  # float32 partial rows and their sums
+    return VerifyBytes(
+        mask=batch * w * (context + w),
+        kv_indices=batch * context * 8,
+        attn_logits=logits,
+        rows=batch * w * 4,
+    )
+
+
+def require_fit(need: VerifyBytes, free: int, batch: int, w: int, context: int) -> None:
+    """Raise IncompatibleError when the verify buffers do not fit into `free` bytes."""
+    if need.total <= free:
+        return
+    raise IncompatibleError(
+        f"expected {_gib(need.total)} of free device memory for verify graphs of {batch} requests "
+        f"x {w} rows at context {context} (mask {_gib(need.mask)}, KV indices "
+        f"{_gib(need.kv_indices)}), found {_gib(free)}; lower the tree budget, "
+        "--cuda-graph-max-bs or --context-length, or lower --mem-fraction-static."
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def tree_width(model_runner: Any) -> int | None:
+    """Rows per request that the active tree needs on this runner; None without a tree.
+
+    None on the draft runner, whose rows are the draft block. Raises IncompatibleError for a
+    budget that is not a positive whole number.
+    """
+    args = model_runner.server_args
+    budget = getattr(args, BUDGET, None)
+    if model_runner.is_draft_worker or budget is None or not tree_algorithm(args):
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise IncompatibleError(
+            f"expected {BUDGET} to be a whole number of at least 1, found {budget!r}; "
+            "set the tree budget to the number of draft nodes to verify."
+        )
+    return budget + 1
+
+
+def tree_algorithm(server_args: Any) -> bool:
+    """Whether the server runs a DDTree algorithm."""
+    return ALGORITHM in str(getattr(server_args, "speculative_algorithm", None) or "").upper()
+
+
+def needs_correction(model_runner: Any, facts: Facts) -> bool:
+    """Whether stock would get this runner's tree width wrong, or capture too small a mask."""
+    w = tree_width(model_runner)
+    if w is None:
+        return False
+    args = model_runner.server_args
+    stock = int(args.speculative_num_draft_tokens or 0)
+    if not facts.follows_batch and stock != w:
+        return True
+    context = int(model_runner.model_config.context_len)
+    graphs = not getattr(args, "disable_cuda_graph", False)
+    return graphs and facts.mask_cells(stock, context) < w * (context + w)
+
+
+# Keyed by the stock class. A container, because SGLang's HookRegistry rewrites module globals
+# that hold a class it replaces.
+_CLASSES: dict[type, type] = {}
+
+
+def corrected_class(stock: type) -> type:
+    """The corrected subclass of a Triton backend class, made once per class.
+
+    Raises IncompatibleError if the class fits no known generation.
+    """
+    if stock not in _CLASSES:
+        _CLASSES[stock] = _make_class(stock, facts_of(stock))
+    return _CLASSES[stock]
+
+
+def is_corrected(backend: Any) -> bool:
+    """Whether a backend object is of the corrected class."""
+    return type(backend) in _CLASSES.values()
+
+
+def _make_class(stock: Any, facts: Facts) -> type:
+    # The name stays: SGLang picks DFLASH's mask policy by type(backend).__name__.
+    class TritonAttnBackend(stock):  # type: ignore[misc]
+        """SGLang's backend, holding the width of the active tree."""
+
+        def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(model_runner, *args, **kwargs)
+            self.ddtree_width = tree_width(model_runner)
+            if self.ddtree_width is not None:
+                for name in facts.widths:
+                    setattr(self, name, self.ddtree_width)
+
+        def init_forward_metadata(self, forward_batch: Any) -> Any:
+            with _batch_width(self, facts, forward_batch.forward_mode, forward_batch.spec_info):
+                return super().init_forward_metadata(forward_batch)
+
+        def init_cuda_graph_state(
+            self, max_bs: int, max_num_tokens: int, *args: Any, **kwargs: Any
+        ) -> None:
+            w = self.ddtree_width
+            if w is None:
+                super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
+                return
+            _check_memory(self, max_bs, w)
+            # One "token" per request: KV indices for BS*C and one row of decode's logits. What
+            # stock sizes by row is widened below.
+            super().init_cuda_graph_state(max_bs, max_bs, *args, **kwargs)
+            _widen(self, facts, max_bs, max(max_num_tokens, max_bs * w))
+
+        if hasattr(stock, "init_forward_metadata_out_graph"):
+
+            def init_forward_metadata_out_graph(
+                self, forward_batch: Any, in_capture: bool = False
+            ) -> Any:
+                mode, spec = forward_batch.forward_mode, forward_batch.spec_info
+                with _batch_width(self, facts, mode, spec):
+                    return super().init_forward_metadata_out_graph(forward_batch, in_capture)
+
+        else:  # 0.5.12 hands the fields over one by one
+
+            def init_forward_metadata_capture_cuda_graph(
+                self,
+                bs: int,
+                num_tokens: int,
+                req_pool_indices: Any,
+                seq_lens: Any,
+                encoder_lens: Any,
+                forward_mode: Any,
+                spec_info: Any,
+            ) -> Any:
+                with _batch_width(self, facts, forward_mode, spec_info):
+                    return super().init_forward_metadata_capture_cuda_graph(
+                        bs,
+                        num_tokens,
+                        req_pool_indices,
+                        seq_lens,
+                        encoder_lens,
+                        forward_mode,
+                        spec_info,
+                    )
+
+            def init_forward_metadata_replay_cuda_graph(
+                self,
+                bs: int,
+                req_pool_indices: Any,
+                seq_lens: Any,
+                seq_lens_sum: int,
+                encoder_lens: Any,
+                forward_mode: Any,
+                spec_info: Any,
+                seq_lens_cpu: Any,
+            ) -> Any:
+                with _batch_width(self, facts, forward_mode, spec_info):
+                    return super().init_forward_metadata_replay_cuda_graph(
+                        bs,
+                        req_pool_indices,
+                        seq_lens,
+                        seq_lens_sum,
+                        encoder_lens,
+                        forward_mode,
+                        spec_info,
+                        seq_lens_cpu,
+                    )
+
+    TritonAttnBackend.__qualname__ = stock.__qualname__
+    TritonAttnBackend.__module__ = __name__
+    return TritonAttnBackend
+
+
+@contextmanager
+def _batch_width(backend: Any, facts: Facts, mode: Any, spec_info: Any) -> Iterator[None]:
+    """Hold the width that a verify batch states for one call. Restored even if the call fails."""
+    w = stated_width(facts, spec_info) if mode.is_target_verify() else None
+    if w is None:
+        yield
+        return
+    held: Mapping[str, Any] = {name: getattr(backend, name) for name in facts.widths}
+    try:
+        for name in held:
+            setattr(backend, name, w)
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(backend, name, value)
+
+
+def _check_memory(backend: Any, batch: int, w: int) -> None:
+    free = free_bytes(backend.device)
+    if free is None:
+        return
+    need = verify_buffer_bytes(
+        batch,
+        w,
+        backend.max_context_len,
+        backend.num_head,
+        backend.v_head_dim,
+        backend.max_kv_splits,
+    )
+    require_fit(need, free, batch, w, backend.max_context_len)
+
+
+def free_bytes(device: Any) -> int | None:
+    """Free memory of a CUDA device in bytes; None on other devices."""
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return None
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _widen(backend: Any, facts: Facts, batch: int, rows: int) -> None:
+    """Give every per-row buffer `rows` entries, and the mask its w*(C+w) cells per request."""
+    for name in ROW_BUFFERS:
+        buffer = getattr(backend, name, None)
+        if buffer is not None and buffer.shape[0] < rows:
+            # stock fills each of them with one value
+            setattr(backend, name, buffer[:1].expand(rows, *buffer.shape[1:]).clone())
+    if facts.mask == "cuda_graph_custom_mask" and backend.cuda_graph_custom_mask is not None:
+        w = backend.ddtree_width
+        backend.cuda_graph_custom_mask = backend.cuda_graph_custom_mask.new_zeros(
+            batch * w * (backend.max_context_len + w)
+        )
+
+
+REGISTRY = "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS[triton]"
+
+
+def install(choice: Backend) -> PatchReport | None:
+    """Let SGLang's attention registry create the backend that `choice` asks for.
+
+    auto: corrected where `needs_correction`, else a genuine stock instance; the registry is
+    touched only if a budget can exist. corrected: always the subclass, for the target and the
+    draft. stock: nothing is touched. Returns None where nothing is touched. Raises
+    IncompatibleError if the registry or the backend class is not what any known release has.
+    """
+    if choice is Backend.STOCK or (choice is Backend.AUTO and not budget_possible()):
+        return None
+    return apply([_registry_patch(choice)]).require()
+
+
+def budget_possible() -> bool:
+    """Whether this SGLang can be given a tree budget: it is a fork, or DDTREE is registered."""
+    if importlib.util.find_spec("sglang") is None:
+        return False
+    try:
+        args = importlib.import_module("sglang.srt.server_args").ServerArgs
+        registry = importlib.import_module("sglang.srt.speculative.spec_registry")
+    except (ImportError, AttributeError):  # older than 0.5.12: no plugins, no registered algorithms
+        return False
+    return hasattr(args, BUDGET) or registry.get_spec(ALGORITHM) is not None
+
+
+def _registry_patch(choice: Backend) -> Patch:
+    return Patch(
+        target=REGISTRY,
+        why="gives the target runner a backend whose width is the active tree's",
+        wrap=lambda original: _factory(original, choice),
+        expects=("runner",),
+    )
+
+
+def _factory(original: Original, choice: Backend) -> Any:
+    def create_triton_backend(runner: Any) -> Any:
+        """Create the Triton backend for a runner: stock or corrected."""
+        module = importlib.import_module("sglang.srt.layers.attention.triton_backend")
+        stock = module.TritonAttnBackend
+        if choice is Backend.AUTO and not (
+            tree_width(runner) is not None and needs_correction(runner, facts_of(stock))
+        ):
+            return original.value(runner)
+        return _create(original, module, runner)
+
+    return create_triton_backend
+
+
+def _create(original: Original, module: Any, runner: Any) -> Any:
+    """Run SGLang's own factory with the corrected class in the place of the stock one.
+
+    The factory looks the class up when it runs, so whatever else it does stays its own.
+    """
+    stock = module.TritonAttnBackend
+    corrected = corrected_class(stock)
+    module.TritonAttnBackend = corrected
+    try:
+        backend = original.value(runner)
+    finally:
+        module.TritonAttnBackend = stock
+    if type(backend) is not corrected:
+        raise IncompatibleError(
+            f"expected SGLang's triton factory to create {CLASS}, found that it created "
+            f"{type(backend).__module__}.{type(backend).__qualname__}; remove the plugin that "
+            "replaced the factory, or set SGLANG_DDTREE_GUARD_BACKEND=stock."
+        )
+    return backend

@@ -1,0 +1,91 @@
+"""What each algorithm passes to the Triton verify kernel, and what that kernel reads: one table.
+
+Read off the releases of `facts.MATRIX`. Without it rules would alarm on sound steps: a kernel that
+never reads the prefix columns of a mask, a captured buffer that is longer than the batch needs,
+lanes that SGLang leaves stale on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddtree_guard.hooks.facts import Facts
+from ddtree_guard.step import Contract
+
+# The extend kernel of every release of the matrix:
+#   skips mask columns [0, s) (skip_prefix_custom_mask defaults to True),
+#   ends each block of rows at that block's last column (is_causal with a mask), so a node that
+#   comes before its parent would not be seen,
+#   reads s keys through kv_indices and the w tree keys from the launch's own k and v.
+KERNEL = {"reads_prefix_mask": False, "causal_with_mask": True, "kv_includes_draft": False}
+
+# Lanes >= bs of a captured batch. 0.5.12 leaves the tail of positions as the last replay left it.
+_PADS: Mapping[str, int] = {"layout.prefix_lens": 1, "slots.out_cache_loc": 0}
+PAD_LANES: Mapping[str, Mapping[str, int]] = {
+    "capture-replay": _PADS,
+    "out-graph": {**_PADS, "positions.values": 0},
+    "spec-info": {**_PADS, "positions.values": 0},
+    "runner-width": {**_PADS, "positions.values": 0},
+}
+
+_NO_MASK = "this algorithm passes no mask on this backend: the kernel applies causality by row"
+_NO_PARENTS = "this algorithm keeps no parent array"
+_MASK_RULES = ("M1", "M2", "M3", "M4", "M5", "M6", "M8", "M9", "W4")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One algorithm. `owns_buffer`: its builder writes into the captured mask buffer and passes
+    the whole of it, in eager steps too, once graphs were captured.
+    """
+
+    algorithm: str
+    chain: bool = False
+    masked: bool = True
+    owns_buffer: bool = False
+    pad_rows: str = "none"
+    not_checked: tuple[tuple[str, str], ...] = ()
+
+
+ROWS = (
+    Row("DDTREE", pad_rows="self"),
+    # skips the mask by type name (dflash_utils), so a renamed backend class would change it
+    Row("DFLASH", chain=True, masked=False),
+    Row("EAGLE", owns_buffer=True, not_checked=(("T5", _NO_PARENTS),)),
+    Row("EAGLE3", owns_buffer=True, not_checked=(("T5", _NO_PARENTS),)),
+    Row("STANDALONE", owns_buffer=True, not_checked=(("T5", _NO_PARENTS),)),
+    Row("NGRAM", pad_rows="self", not_checked=(("T5", _NO_PARENTS), ("T4", "pads are nodes"))),
+)
+
+
+def contract_of(algorithm: str, facts: Facts, path: str, captured: bool = False) -> Contract:
+    """The contract of an algorithm's verify step on the Triton backend.
+
+    `path` is "eager" or "graph"; `captured` says whether graphs were captured before. An
+    algorithm that has no row gets the most permissive contract, named "unknown".
+    """
+    name = algorithm.upper()
+    row = next((r for r in ROWS if r.algorithm == name), None)
+    if row is None:
+        row = Row(name, pad_rows="self", not_checked=tuple((r, _unknown(name)) for r in ("M9",)))
+    graph = path == "graph"
+    capacity = graph or (row.owns_buffer and captured)
+    skipped = dict(row.not_checked)
+    if not row.masked:
+        skipped |= dict.fromkeys(_MASK_RULES, _NO_MASK)
+    return Contract(
+        name=f"{name.lower()}-triton-{path}-{facts.name}",
+        algorithm=name,
+        backend="triton",
+        mask_length="capacity" if capacity else "exact",
+        pad_rows=row.pad_rows,
+        pad_lanes=PAD_LANES[facts.name] if graph else {},
+        chain=row.chain,
+        not_checked=skipped,
+        **KERNEL,
+    )
+
+
+def _unknown(name: str) -> str:
+    return f"{name} has no row in the contract table, so its mask length is not known"

@@ -1,0 +1,174 @@
+"""Adapter: a live Triton backend and the batch it has just built metadata for, as a Step.
+
+Values are copied to NumPy on the host. Nothing is changed and nothing is computed that a rule
+compares: lengths, offsets, masks and slots are taken as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ddtree_guard.attention.backend import is_corrected
+from ddtree_guard.hooks.contracts import contract_of
+from ddtree_guard.hooks.facts import BUDGET, Facts, facts_of, release, stated_width
+from ddtree_guard.step import (
+    Contract,
+    Layout,
+    Limits,
+    Mask,
+    Positions,
+    Slots,
+    Step,
+    Tree,
+    Who,
+    Widths,
+)
+
+
+def read_step(
+    backend: Any,
+    batch: Any,
+    runner: Any,
+    *,
+    path: str = "eager",
+    bs: int | None = None,
+    q_rows: int | None = None,
+    tree: Tree | None = None,
+    rids: tuple[str, ...] = (),
+    step_id: int = 0,
+    contract: Contract | None = None,
+) -> Step:
+    """The verify step that `backend` is about to launch for `batch`.
+
+    Call it after the metadata was built: eager, capture or replay. `batch` is the forward batch
+    as the backend saw it (padded under graphs); `bs` its live requests, if fewer. `q_rows` is the
+    number of query rows of the launch, where known. `tree` overrides what the spec info holds.
+    """
+    spec, facts = batch.spec_info, facts_of(type(backend))
+    lanes = len(batch.req_pool_indices)
+    live = lanes if bs is None else bs
+    w = stated_width(facts, spec)
+    if w is None:
+        w = int(getattr(backend, facts.widths[-1]))
+    args = runner.server_args
+    captured = captured_mask(backend, facts)
+    algorithm = str(args.speculative_algorithm or "")
+    return Step(
+        bs=live,
+        padded_bs=lanes,
+        widths=_widths(backend, facts, args, w),
+        layout=_layout(backend, batch, live, q_rows),
+        mask=_mask(backend, captured, rids),
+        tree=tree or _tree(spec, live, w),
+        positions=Positions(values=host(batch.positions)),
+        slots=_slots(backend, batch, runner, live, w),
+        limits=Limits(context=int(backend.max_context_len)),
+        who=Who(
+            rids=rids,
+            step_id=step_id,
+            worker="draft" if runner.is_draft_worker else "target",
+            algorithm=algorithm,
+            backend_kind="corrected" if is_corrected(backend) else "stock",
+            release=release(),
+            path=path,
+        ),
+        contract=contract or contract_of(algorithm, facts, path, captured is not None),
+    )
+
+
+def host(value: Any, dtype: Any = None) -> Any:
+    """A NumPy copy of a tensor; None stays None."""
+    if value is None:
+        return None
+    return np.array(value.detach().cpu().numpy(), dtype=dtype)
+
+
+def captured_mask(backend: Any, facts: Facts) -> Any:
+    """The mask buffer that captured graphs read, or None before capture."""
+    held = getattr(backend, facts.mask, None)
+    return getattr(held, "buffer", held)
+
+
+def _widths(backend: Any, facts: Facts, args: Any, w: int) -> Widths:
+    """The copies of the width. A backend that follows the batch's holds no copy of its own."""
+    held = getattr(backend, facts.widths[0])
+    follows = facts.follows_batch or is_corrected(backend)
+    budget = getattr(args, BUDGET, None)
+    block = getattr(args, "speculative_dflash_block_size", None)
+    return Widths(
+        w=w,
+        holders={"backend": w if follows else int(held)},
+        block=int(block) if block else None,
+        budget=int(budget) if budget else None,
+    )
+
+
+def _layout(backend: Any, batch: Any, live: int, q_rows: int | None) -> Layout:
+    meta = backend.forward_metadata
+    kv_indptr = host(meta.kv_indptr)
+    rows = {} if q_rows is None else {"q": q_rows}
+    for name in ("out_cache_loc", "positions", "input_ids"):
+        value = getattr(batch, name, None)
+        if value is not None:
+            rows[name] = int(value.shape[-1])
+    mirror = getattr(batch, "seq_lens_cpu", None)
+    return Layout(
+        qo_indptr=host(meta.qo_indptr),
+        kv_indptr=kv_indptr,
+        mask_indptr=host(meta.mask_indptr),
+        kv_indices=host(meta.kv_indices)[: max(int(kv_indptr[-1]), 0)],
+        prefix_lens=host(batch.seq_lens),
+        prefix_lens_cpu=None if mirror is None else host(mirror)[:live],
+        max_extend_len=int(meta.max_extend_len),
+        offset_bits=meta.mask_indptr.element_size() * 8,
+        rows=rows,
+    )
+
+
+def _mask(backend: Any, captured: Any, rids: tuple[str, ...]) -> Mask:
+    cells = backend.forward_metadata.custom_mask
+    if cells is None:
+        return Mask(present=False)
+    capacity = captured if captured is not None else cells
+    return Mask(cells=host(cells), present=True, capacity=int(capacity.numel()), rids=rids or None)
+
+
+def _tree(spec: Any, bs: int, w: int) -> Tree:
+    """What the spec info says about the trees: parents where it has them, SGLang's links else."""
+
+    def rows(name: str) -> Any:
+        value = getattr(spec, name, None)
+        if value is None or value.numel() < bs * w:
+            return None
+        return host(value).reshape(-1)[: bs * w].reshape(bs, w).astype(np.int64)
+
+    sizes = getattr(spec, "tree_sizes", None)
+    return Tree(
+        tokens=rows("draft_token"),
+        parents=rows("parents"),
+        depths=rows("depths"),
+        sizes=None if sizes is None else host(sizes, np.int64)[:bs],
+        retrieve_index=rows("retrieve_index"),
+        retrieve_next_token=rows("retrieve_next_token"),
+        retrieve_next_sibling=rows("retrieve_next_sibling"),
+    )
+
+
+def _slots(backend: Any, batch: Any, runner: Any, live: int, w: int) -> Slots:
+    pool = runner.req_to_token_pool
+    table = pool.req_to_token[batch.req_pool_indices[:live].long()]
+    lens = host(batch.seq_lens)[:live]
+    meta = backend.forward_metadata
+    size = int(runner.token_to_kv_pool_allocator.size)
+    return Slots(
+        out_cache_loc=host(batch.out_cache_loc),
+        req_to_token=host(table, np.int64),
+        pools={"full": size + int(runner.page_size)},  # SGLang keeps one page below slot ids 1..N
+        page_size=int(runner.page_size),
+        kernel_page_size=int(runner.page_size),
+        row_width=int(pool.req_to_token.shape[1]),
+        reserve=w,
+        capacity={"kv_indices": (int(lens.sum()), int(meta.kv_indices.numel()))},
+    )
