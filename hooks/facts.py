@@ -145,18 +145,23 @@ def _fits(facts: Facts, backend_class: type) -> bool:
         return False
     if any(hasattr(backend_class, name) for name in facts.lacks):
         return False
-    mentioned = _names(getattr(backend_class, facts.build))
+    mentioned = _names(backend_class, facts.build)
     if facts.reads is None:
         return not mentioned.intersection(facts.stated)
     return facts.reads in mentioned
 
 
-def _names(function: Any) -> frozenset[str]:
-    """Attribute names and string constants in a function's code, below any wrappers."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return frozenset()
-    return frozenset(code.co_names) | {c for c in code.co_consts if isinstance(c, str)}
+def _names(backend_class: type, method: str) -> frozenset[str]:
+    """Attribute names and string constants in a method's code, in every class that defines it.
+
+    All of them, because a subclass (ours, or a plugin's) may only wrap what its base does.
+    """
+    names: set[str] = set()
+    for owner in backend_class.__mro__:
+        code = getattr(inspect.unwrap(vars(owner).get(method, len)), "__code__", None)
+        if code is not None:
+            names.update(code.co_names, (c for c in code.co_consts if isinstance(c, str)))
+    return frozenset(names)
 
 
 def stated_width(facts: Facts, spec_info: Any) -> int | None:

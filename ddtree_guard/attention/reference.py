@@ -49,9 +49,7 @@ def verify_attention(
     values = np.concatenate([v_prefix, v_tree]).astype(np.float64)
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)
-    allowed = np.concatenate(
-        [np.ones((len(q), len(k_prefix)), np.bool_), visible(parents)], axis=1
-    )
+    allowed = np.concatenate([np.ones((len(q), len(k_prefix)), np.bool_), visible(parents)], axis=1)
     scores = np.einsum("rhd,chd->hrc", q, keys) * (scale or q.shape[2] ** -0.5)
     scores = np.where(allowed, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,47 +20,16 @@ from ddtree_guard.attention import backend as corrected
 from ddtree_guard.attention.reference import verify_attention
 from ddtree_guard.config import Backend
 from ddtree_guard.hooks.observe import read_step
-from ddtree_guard.step import Step, Tree
+from ddtree_guard.step import Step
 from ddtree_guard.testing import fakes
+from ddtree_guard.testing.batches import dummy_spec, verify_batch
+from ddtree_guard.testing.cases import Inputs, VerifyCase, make_inputs
 from ddtree_guard.testing.fakes import Sizes, sglang
-from ddtree_guard.testing.steps import paint_mask
+
+__all__ = ["VerifyCase", "VerifyRun", "build_backend", "run_verify"]
 
 Choice = Literal["stock", "corrected", "auto"]
 Path = Literal["eager", "graph"]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyCase:
-    """One verify step. Row 0 of a tree is its root; the width is budget + 1.
-
-    `lens` are the committed lengths. `parents` gives each request's tree (-1 for the root and for
-    padding rows); without it trees grow from `seed` in the style of `kind`. `padded_bs` is the
-    captured batch size of the graph path. `context` 0 means "just enough". `draft_tokens` is D,
-    the server argument; None wires it as the incident does, to the block size.
-    """
-
-    lens: tuple[int, ...] = (37, 21)
-    budget: int = 16
-    block: int = 8
-    parents: tuple[tuple[int, ...], ...] | None = None
-    seed: int = 0
-    kind: Literal["random", "chain", "star"] = "random"
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    padded_bs: int | None = None
-    context: int = 0
-    draft_tokens: int | None = None
-
-    @property
-    def w(self) -> int:
-        """Rows per request."""
-        return self.budget + 1
-
-    @property
-    def bs(self) -> int:
-        """Live requests."""
-        return len(self.lens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,100 +104,10 @@ def _sizes(case: VerifyCase, draft: bool) -> Sizes:
         slots=sum(case.lens) + case.bs * case.w + 8,
         room=room,
         block=case.block,
-        budget=case.budget,
-        algorithm="DDTREE",
-    )
-
-
-def grow_trees(case: VerifyCase) -> Tree:
-    """The trees of a case: its `parents`, or trees grown from its seed; tokens, depths, links."""
-    rng = np.random.default_rng(case.seed)
-    parents = [
-        case.parents[i] if case.parents is not None else _parents(rng, case)
-        for i in range(case.bs)
-    ]
-    shape = (case.bs, case.w)
-    depths = np.zeros(shape, np.int64)
-    child, sibling = np.full(shape, -1, np.int64), np.full(shape, -1, np.int64)
-    sizes = np.ones(case.bs, np.int64)
-    for i, tree in enumerate(parents):
-        for row, parent in enumerate(tree):
-            if parent < 0:
-                continue
-            sizes[i] = row + 1
-            depths[i, row] = depths[i, parent] + 1
-            if child[i, parent] < 0:
-                child[i, parent] = row
-            else:
-                last = child[i, parent]
-                while sibling[i, last] >= 0:
-                    last = sibling[i, last]
-                sibling[i, last] = row
-    return Tree(
-        tokens=rng.permuted(np.tile(np.arange(1, case.w + 1), (case.bs, 1)), axis=1) * 7,
-        parents=np.array(parents, np.int64).reshape(shape),
-        depths=depths,
-        sizes=sizes,
-        retrieve_index=np.arange(case.bs * case.w, dtype=np.int64).reshape(shape),
-        retrieve_next_token=child,
-        retrieve_next_sibling=sibling,
-    )
-
-
-def _parents(rng: np.random.Generator, case: VerifyCase) -> list[int]:
-    """A chain down to the block's depth first (star: the root only), then random attachments."""
-    w, deepest = case.w, case.block - 1
-    spine = {"star": 1, "chain": w, "random": int(rng.integers(1, deepest + 1))}[case.kind]
-    parents, depths = [-1], [0]
-    for row in range(1, w):
-        room = [p for p in range(row) if depths[p] < deepest]
-        if case.kind == "star":
-            parent = 0
-        elif row <= spine and depths[row - 1] < deepest:
-            parent = row - 1
-        elif case.kind == "chain":
-            return parents + [-1] * (w - row)  # the rest of the rows is padding
-        else:
-            parent = int(rng.choice(room))
-        parents.append(parent)
-        depths.append(depths[parent] + 1)
-    return parents
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Everything random about one step, on the CPU: trees, slots, and q, k, v rows."""
-
-    case: VerifyCase
-    tree: Tree
-    slots: list[Any]  # per request: s + w slot ids
-    rows: Any  # request pool row per request
-    q: Any
-    k: Any
-    v: Any
-    prefix: list[tuple[Any, Any]]
-
-
-def make_inputs(case: VerifyCase) -> Inputs:
-    """The inputs of a case. The same case gives the same inputs."""
-    rng = np.random.default_rng(case.seed + 1)
-    torch_rng = torch.Generator().manual_seed(case.seed)
-    ids = torch.from_numpy(rng.permutation(sum(case.lens) + case.bs * case.w) + 1)
-    slots = list(ids.split([s + case.w for s in case.lens]))
-
-    def rows(count: int, heads: int) -> Any:
-        return torch.randn((count, heads, case.head_dim), generator=torch_rng)
-
-    total = case.bs * case.w
-    return Inputs(
-        case=case,
-        tree=grow_trees(case),
-        slots=slots,
-        rows=torch.from_numpy(rng.permutation(case.bs) + 1),
-        q=rows(total, case.heads),
-        k=rows(total, case.kv_heads),
-        v=rows(total, case.kv_heads),
-        prefix=[(rows(s, case.kv_heads), rows(s, case.kv_heads)) for s in case.lens],
+        budget=case.budget if case.algorithm == "DDTREE" else None,
+        algorithm=case.algorithm,
+        topk=case.topk,
+        steps=case.block - 1,
     )
 
 
@@ -242,65 +121,6 @@ def fill_pools(backend: Any, inputs: Inputs) -> None:
         runner.token_to_kv_pool.k[slots[:s]], runner.token_to_kv_pool.v[slots[:s]] = inputs.prefix[
             i
         ]
-
-
-def verify_batch(inputs: Inputs, lanes: int | None = None, spec: Any = None) -> Any:
-    """SGLang's ForwardBatch of a verify step, padded to `lanes` requests as its runner pads."""
-    case, tree = inputs.case, inputs.tree
-    live, lanes = case.bs, lanes or case.bs
-    info = sglang("model_executor.forward_batch_info")
-    seq_lens = torch.ones(lanes, dtype=torch.int64)
-    seq_lens[:live] = torch.tensor(case.lens)
-    rows, loc, positions, tokens = (
-        torch.zeros(lanes, dtype=torch.int64),
-        torch.zeros(lanes * case.w, dtype=torch.int64),
-        torch.zeros(lanes * case.w, dtype=torch.int64),
-        torch.zeros(lanes * case.w, dtype=torch.int64),
-    )
-    rows[:live] = inputs.rows
-    loc[: live * case.w] = torch.cat([s[-case.w :] for s in inputs.slots])
-    depths = torch.from_numpy(tree.depths)
-    positions[: live * case.w] = (seq_lens[:live, None] + depths).reshape(-1)
-    tokens[: live * case.w] = torch.from_numpy(tree.tokens).reshape(-1)
-    return info.ForwardBatch(
-        forward_mode=info.ForwardMode.TARGET_VERIFY,
-        batch_size=lanes,
-        input_ids=tokens,
-        req_pool_indices=rows,
-        seq_lens=seq_lens,
-        out_cache_loc=loc,
-        seq_lens_sum=int(seq_lens.sum()),
-        seq_lens_cpu=seq_lens.clone(),
-        positions=positions,
-        spec_info=spec or tree_spec(inputs),
-    )
-
-
-def tree_spec(inputs: Inputs) -> Any:
-    """The spec info of a DDTree step: SGLang's DFlashVerifyInput, w rows, a mask, the parents."""
-    case, tree = inputs.case, inputs.tree
-    cells, _ = paint_mask(tree, case.lens, case.w, case.lens)
-    spec = sglang("speculative.dflash_info").DFlashVerifyInput(
-        draft_token=torch.from_numpy(tree.tokens).reshape(-1),
-        positions=None,
-        draft_token_num=case.w,
-        custom_mask=torch.from_numpy(cells).bool(),
-    )
-    spec.parents = torch.from_numpy(tree.parents)
-    spec.depths = torch.from_numpy(tree.depths)
-    spec.tree_sizes = torch.from_numpy(tree.sizes)
-    return spec
-
-
-def dummy_spec(inputs: Inputs, lanes: int) -> Any:
-    """The spec info that a graph runner captures with: every committed length is 1."""
-    w = inputs.case.w
-    return sglang("speculative.dflash_info").DFlashVerifyInput(
-        draft_token=None,
-        positions=None,
-        draft_token_num=w,
-        custom_mask=torch.ones(lanes * w * (1 + w), dtype=torch.bool),
-    )
 
 
 def build_metadata(backend: Any, inputs: Inputs, path: Path) -> Any:
@@ -391,6 +211,36 @@ def launch(backend: Any, inputs: Inputs, batch: Any) -> Any:
     return out.view(rows, inputs.case.heads, inputs.case.head_dim)
 
 
+def overrun_rows(case: VerifyCase) -> int:
+    """Rows beyond the output that the stock kernel writes in the case's eager step.
+
+    Guard rows lie behind every operand, so what is written there belongs to somebody else on a
+    real server. Run it in a child process: the same launch without guard rows can crash.
+    """
+    backend, inputs = build_backend(case), make_inputs(case)
+    fill_pools(backend, inputs)
+    batch = build_metadata(backend, inputs, "eager")
+    meta, rows = backend.forward_metadata, case.bs * case.w
+    spare = int(meta.qo_indptr[-1]) + rows
+    mask = meta.custom_mask
+    meta.custom_mask = torch.cat([mask, mask.new_ones(int(meta.mask_indptr[-1]))])[: len(mask)]
+    kernel, written = backend.extend_attention_fwd, 0
+
+    def guarded(q: Any, k: Any, v: Any, out: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal written
+        q, k, v, wide = (_padded(x, spare) for x in (q, k, v, out))
+        wide[rows:] = GUARD
+        kernel(q[:rows], k[:rows], v[:rows], wide[:rows], *args, **kwargs)
+        written = int((wide[rows:] != GUARD).any(dim=2).any(dim=1).sum())
+
+    backend.extend_attention_fwd = guarded
+    launch(backend, inputs, batch)
+    return written
+
+
+GUARD = 12345.0
+
+
 def _padded(x: Any, rows: int) -> Any:
     return torch.cat([x, x.new_zeros((rows - len(x), *x.shape[1:]))])
 
@@ -417,9 +267,8 @@ def oracle(inputs: Inputs) -> Any:
     rows = []
     for i in range(inputs.case.bs):
         mine = slice(i * w, (i + 1) * w)
-        k, v = inputs.prefix[i]
-        parts = (inputs.q[mine], k, v, inputs.k[mine], inputs.v[mine])
-        rows.append(
-            verify_attention(*(x.numpy() for x in parts), parents=inputs.tree.parents[i].tolist())
-        )
+        q, k, v = (x[mine].numpy() for x in (inputs.q, inputs.k, inputs.v))
+        k_prefix, v_prefix = (x.numpy() for x in inputs.prefix[i])
+        parents = inputs.tree.parents[i].tolist()
+        rows.append(verify_attention(q, k_prefix, v_prefix, k, v, parents))
     return np.stack(rows)

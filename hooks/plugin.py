@@ -1,0 +1,81 @@
+"""The entry point that SGLang loads in every process: group `sglang.srt.plugins`, name
+`ddtree_guard`. It never raises into SGLang; with nothing to do it touches nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Mapping
+
+from ddtree_guard.attention.backend import install
+from ddtree_guard.config import Backend, Config
+from ddtree_guard.errors import GuardError, IncompatibleError
+from ddtree_guard.hooks.facts import SUPPORTED, release
+from ddtree_guard.hooks.patching import PatchReport
+
+log = logging.getLogger("ddtree_guard")
+_INSTALLED: list[PatchReport] = []
+
+
+def load() -> None:
+    """Install what the environment asks for. SGLang calls it before it parses its arguments."""
+    try:
+        activate(os.environ)
+    except GuardError as error:
+        log.error("ddtree_guard NOT ACTIVE: %s Serving continues with SGLang's own code.", error)
+    except Exception:
+        log.exception("ddtree_guard NOT ACTIVE: this is our bug; serving continues unchecked.")
+
+
+def activate(env: Mapping[str, str]) -> PatchReport | None:
+    """Read the configuration and install the backend choice; None where nothing is touched.
+
+    Raises UsageError for a wrong value and IncompatibleError for an SGLang that cannot be hooked.
+    """
+    config = Config.from_env(env)
+    for warning in config.warnings:
+        log.warning("ddtree_guard: %s", warning)
+    if config.backend is Backend.CORRECTED:
+        check_host()
+    report = install(config.backend)
+    if report is not None:
+        _INSTALLED.append(report)
+        log.info(
+            "ddtree_guard boot mode=%s backend=%s release=%s",
+            config.mode.value,
+            config.backend.value,
+            release(),
+        )
+    return report
+
+
+def unload() -> tuple[str, ...]:
+    """Undo every `load`; returns a sentence for each patch that somebody else has replaced."""
+    kept: list[str] = []
+    while _INSTALLED:
+        kept += _INSTALLED.pop().restore()
+    return tuple(kept)
+
+
+def check_host() -> None:
+    """Raise IncompatibleError unless SGLang is importable and has the hooks that we need."""
+    if importlib.util.find_spec("sglang") is None:
+        raise IncompatibleError(
+            f"expected SGLang {SUPPORTED}, found none; install it with `pip install "
+            "'ddtree-guard[sglang]'`, or into the environment that serves."
+        )
+    for name in ("sglang.srt.plugins", "sglang.srt.layers.attention.attention_registry"):
+        if not _has(name):
+            raise IncompatibleError(
+                f"expected SGLang {SUPPORTED} with {name}, found SGLang {release()} without it; "
+                "install a supported SGLang."
+            )
+
+
+def _has(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a parent package is absent
+        return False
