@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.attention.backend import is_corrected
+from ddtree_guard.attention.backend import graph_mask, is_corrected
 from ddtree_guard.hooks.contracts import contract_of
 from ddtree_guard.hooks.facts import BUDGET, Facts, facts_of, release, stated_width
 from ddtree_guard.step import (
     Contract,
+    Graph,
     Layout,
     Limits,
     Mask,
@@ -39,12 +40,14 @@ def read_step(
     rids: tuple[str, ...] = (),
     step_id: int = 0,
     contract: Contract | None = None,
+    draft: Any = None,
 ) -> Step:
     """The verify step that `backend` is about to launch for `batch`.
 
     Call it after the metadata was built: eager, capture or replay. `batch` is the forward batch
     as the backend saw it (padded under graphs); `bs` its live requests, if fewer. `q_rows` is the
-    number of query rows of the launch, where known. `tree` overrides what the spec info holds.
+    number of query rows of the launch, where known. `tree` overrides what the spec info holds;
+    `draft` is the draft runner's backend.
     """
     spec, facts = batch.spec_info, facts_of(type(backend))
     lanes = len(batch.req_pool_indices)
@@ -53,18 +56,19 @@ def read_step(
     if w is None:
         w = int(getattr(backend, facts.widths[-1]))
     args = runner.server_args
-    captured = captured_mask(backend, facts)
+    captured = graph_mask(backend, facts)
     algorithm = str(args.speculative_algorithm or "")
     return Step(
         bs=live,
         padded_bs=lanes,
-        widths=_widths(backend, facts, args, w),
+        widths=_widths(backend, facts, args, w, draft),
         layout=_layout(backend, batch, live, q_rows),
         mask=_mask(backend, captured, rids),
         tree=tree or _tree(spec, live, w),
         positions=Positions(values=host(batch.positions)),
         slots=_slots(backend, batch, runner, live, w),
-        limits=Limits(context=int(backend.max_context_len)),
+        graph=Graph(num_tokens=int(batch.input_ids.shape[0])) if path == "graph" else Graph(),
+        limits=_limits(backend, facts, runner, w),
         who=Who(
             rids=rids,
             step_id=step_id,
@@ -85,23 +89,37 @@ def host(value: Any, dtype: Any = None) -> Any:
     return np.array(value.detach().cpu().numpy(), dtype=dtype)
 
 
-def captured_mask(backend: Any, facts: Facts) -> Any:
-    """The mask buffer that captured graphs read, or None before capture."""
-    held = getattr(backend, facts.mask, None)
-    return getattr(held, "buffer", held)
+def _follows(backend: Any, facts: Facts) -> bool:
+    """Whether this backend builds its offsets from the width that the batch states."""
+    return facts.follows_batch or is_corrected(backend)
 
 
-def _widths(backend: Any, facts: Facts, args: Any, w: int) -> Widths:
-    """The copies of the width. A backend that follows the batch's holds no copy of its own."""
-    held = getattr(backend, facts.widths[0])
-    follows = facts.follows_batch or is_corrected(backend)
+def _widths(backend: Any, facts: Facts, args: Any, w: int, draft: Any) -> Widths:
+    """The copies of the width. A backend that follows the batch has no copy that can be stale."""
+    held = w if _follows(backend, facts) else int(getattr(backend, facts.widths[0]))
     budget = getattr(args, BUDGET, None)
     block = getattr(args, "speculative_dflash_block_size", None)
     return Widths(
         w=w,
-        holders={"backend": w if follows else int(held)},
+        holders={"backend": held},
         block=int(block) if block else None,
         budget=int(budget) if budget else None,
+        draft_width=None if draft is None else int(getattr(draft, facts.widths[0])),
+        draft_rows=int(block) if draft is not None and block else None,
+    )
+
+
+def _limits(backend: Any, facts: Facts, runner: Any, w: int) -> Limits:
+    """What the deployment holds, what its backend supports and what this step needs of it."""
+    vocab = getattr(runner.model_config, "vocab_size", None)
+    width = ("width_not_block",) if _follows(backend, facts) else ()
+    needs = ("width_not_block",) if w != runner.server_args.speculative_num_draft_tokens else ()
+    masked = ("custom_mask",) if backend.forward_metadata.custom_mask is not None else ()
+    return Limits(
+        context=int(backend.max_context_len),
+        vocab=None if vocab is None else int(vocab),
+        supports=("custom_mask", *width),
+        needs=(*masked, *needs),
     )
 
 

@@ -170,7 +170,9 @@ def _make_class(stock: Any, facts: Facts) -> type:
             ) -> Any:
                 mode, spec = forward_batch.forward_mode, forward_batch.spec_info
                 with _batch_width(self, facts, mode, spec):
-                    return super().init_forward_metadata_out_graph(forward_batch, in_capture)
+                    result = super().init_forward_metadata_out_graph(forward_batch, in_capture)
+                _clear_tail(self, facts, mode, spec, forward_batch.batch_size)
+                return result
 
         else:  # 0.5.12 hands the fields over one by one
 
@@ -207,7 +209,7 @@ def _make_class(stock: Any, facts: Facts) -> type:
                 seq_lens_cpu: Any,
             ) -> Any:
                 with _batch_width(self, facts, forward_mode, spec_info):
-                    return super().init_forward_metadata_replay_cuda_graph(
+                    result = super().init_forward_metadata_replay_cuda_graph(
                         bs,
                         req_pool_indices,
                         seq_lens,
@@ -217,6 +219,8 @@ def _make_class(stock: Any, facts: Facts) -> type:
                         spec_info,
                         seq_lens_cpu,
                     )
+                _clear_tail(self, facts, forward_mode, spec_info, bs)
+                return result
 
     TritonAttnBackend.__qualname__ = stock.__qualname__
     TritonAttnBackend.__module__ = __name__
@@ -238,6 +242,26 @@ def _batch_width(backend: Any, facts: Facts, mode: Any, spec_info: Any) -> Itera
     finally:
         for name, value in held.items():
             setattr(backend, name, value)
+
+
+def _clear_tail(backend: Any, facts: Facts, mode: Any, spec_info: Any, lanes: int) -> None:
+    """Zero the mask cells behind the live ones that padded lanes read.
+
+    A replay copies the live cells only, and padded lanes would read what a longer step left
+    there. They have committed length 1, so lanes*w*(1+w) cells are enough.
+    """
+    w, mask = backend.ddtree_width, getattr(spec_info, "custom_mask", None)
+    buffer = graph_mask(backend, facts)
+    if w is None or mask is None or buffer is None or not mode.is_target_verify():
+        return
+    live = mask.shape[0]
+    buffer[live : live + lanes * w * (1 + w)].zero_()
+
+
+def graph_mask(backend: Any, facts: Facts) -> Any:
+    """The mask buffer that captured graphs read, or None before capture."""
+    held = getattr(backend, facts.mask, None)
+    return getattr(held, "buffer", held)
 
 
 def _check_memory(backend: Any, batch: int, w: int) -> None:

@@ -60,6 +60,7 @@ def tree_spec(inputs: Inputs) -> Any:
         spec.parents = torch.from_numpy(tree.parents)
         spec.depths = torch.from_numpy(tree.depths)
         spec.tree_sizes = torch.from_numpy(tree.sizes)
+        spec.retrieve_index, spec.retrieve_next_token, spec.retrieve_next_sibling = links
     return spec
 
 

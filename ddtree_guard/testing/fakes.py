@@ -137,6 +137,7 @@ def _model_config(sizes: Sizes) -> Any:
     return SimpleNamespace(
         attention_arch=sglang("configs.model_config").AttentionArch.MHA,
         context_len=sizes.context,
+        vocab_size=50_000,
         num_attention_heads=sizes.heads,
         get_max_num_attention_heads=lambda: sizes.heads,
         get_num_kv_heads=lambda *parallel: sizes.kv_heads,
@@ -172,7 +173,8 @@ def _parallel() -> Any:
 def host_context(args: Any) -> Iterator[None]:
     """One rank on a host without a GPU: what the Triton backend's module asks process-wide.
 
-    A name that this release's module does not have is left alone; everything is restored.
+    A name that this release's module does not have is left alone; everything is restored. What
+    SGLang's code and Triton's interpreter warn about inside is ignored.
     """
     module = sglang(TRITON_BACKEND.removeprefix("sglang.srt."))
     execution = SimpleNamespace(
@@ -193,6 +195,8 @@ def host_context(args: Any) -> Iterator[None]:
         "mambaish_config": lambda config: None,
     }
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         for name, answer in answers.items():
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, answer))

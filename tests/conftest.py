@@ -1,0 +1,22 @@
+"""Settings that must hold before Triton is imported, and skips that say why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+if not Path("/dev/nvidia0").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # no GPU: Triton kernels run on the CPU
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs SGLang where there is none."""
+    if importlib.util.find_spec("sglang") is not None:
+        return
+    skip = pytest.mark.skip(reason="SGLang is not installed: pip install 'ddtree-guard[sglang]'")
+    for item in items:
+        if item.get_closest_marker("sglang") or item.get_closest_marker("matrix"):
+            item.add_marker(skip)
