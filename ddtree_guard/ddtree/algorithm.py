@@ -49,19 +49,25 @@ def install() -> PatchReport | None:
         return None
     info = importlib.import_module("sglang.srt.speculative.spec_info")
     registry = importlib.import_module("sglang.srt.speculative.spec_registry")
-    if ALGORITHM in vars(info.SpeculativeAlgorithm) or registry.get_spec(ALGORITHM) is not None:
+    known = registry.get_spec(ALGORITHM)
+    if ALGORITHM in info.SpeculativeAlgorithm.__members__ or not _ours(known):
         return None
-    patches = [*PATCHES, *([INCIDENT] if TreeConfig.from_env(os.environ).incident else [])]
-    report = apply(patches)
+    report = apply(ARGUMENTS)
     try:
         report.require()
-        info.SpeculativeAlgorithm.register(
-            ALGORITHM, supports_overlap=True, spec_class=_spec_class(info, registry)
-        )(_worker_class)
+        if known is None:
+            info.SpeculativeAlgorithm.register(
+                ALGORITHM, supports_overlap=True, spec_class=_spec_class(info, registry)
+            )(_worker_class)
     except Exception:
         report.restore()
         raise
     return report
+
+
+def _ours(spec: Any) -> bool:
+    """Whether the name is free, or taken by an earlier call of `install`."""
+    return spec is None or spec.factory is _worker_class
 
 
 def _has(name: str) -> bool:
@@ -72,7 +78,9 @@ def _has(name: str) -> bool:
 
 
 def _worker_class(server_args: Any) -> type:
-    """The factory that SGLang calls in the scheduler process."""
+    """The factory that SGLang calls in the scheduler process of a DDTREE server, and only there."""
+    incident = TreeConfig.from_env(os.environ).incident
+    apply([*SERVER, *([INCIDENT] if incident else [])]).require()
     from ddtree_guard.ddtree.worker import DDTreeWorker
 
     return DDTreeWorker
@@ -241,10 +249,14 @@ def _show_block_size(original: Original) -> Any:
     return create_triton_backend
 
 
-PATCHES = (
+# In every process: what it takes to name DDTREE and its budget.
+ARGUMENTS = (
     Patch(f"{ARGS}.__init__", "takes the keyword speculative_ddtree_budget", _init),
     Patch(f"{ARGS}.add_cli_args", f"adds the flag {FLAG}", _add_cli_args, ("parser",)),
     Patch(f"{ARGS}.from_cli_args", "keeps the flag's value", _from_cli_args, ("cls", "args")),
+)
+# In the scheduler of a DDTREE server only.
+SERVER = (
     Patch(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
         ".get_spec_info",

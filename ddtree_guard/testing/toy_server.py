@@ -164,7 +164,7 @@ class ToyServer:
         info = sglang("model_executor.forward_batch_info")
         with (
             fakes.host_context(self.runner.server_args),
-            mock.patch.object(info, "enable_num_token_non_padded", lambda: False),
+            mock.patch.object(info, "enable_num_token_non_padded", return_value=False),
         ):
             result = self.worker._decode(batch, None)
         stride = result.speculative_num_draft_tokens
