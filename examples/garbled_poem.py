@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from engines import Setup, generate, run_all, save, start  # noqa: E402
+from engines import Setup, generate, run_all, save, start
 
 PROMPT = "The Zen of Python, by Tim Peters\n\nBeautiful is better than"
 SETUPS = (
