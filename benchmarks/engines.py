@@ -28,7 +28,7 @@ class Setup:
     incident: bool = False
     backend: str = "auto"
     max_bs: int = 16
-    memory: float = 0.08
+    memory: float = 0.7  # the pool is small (max_total_tokens); this leaves room for other engines
     guard: str = "off"
     overlap: bool = True
 
