@@ -72,7 +72,7 @@ def start(setup: Setup, model: Path) -> Any:
         "log_level": "warning",
     }
     if setup.graphs:
-        options["cuda_graph_max_bs"] = setup.max_bs
+        options["cuda_graph_max_bs_decode"] = setup.max_bs
     if setup.algorithm:
         options |= {
             "speculative_algorithm": setup.algorithm,

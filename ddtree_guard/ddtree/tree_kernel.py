@@ -22,7 +22,9 @@ _NONE = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _keys(score: Any, row: Any, depth: Any, rank: Any, alive: Any) -> Any:
+def _keys(
+    score: tl.tensor, row: tl.tensor, depth: tl.tensor, rank: tl.tensor, alive: tl.tensor
+) -> tl.tensor:
     bits = score.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     low = ((1023 - row).to(tl.int64) << 16) | (depth.to(tl.int64) << 11) | rank.to(tl.int64)
@@ -33,18 +35,18 @@ def _keys(score: Any, row: Any, depth: Any, rank: Any, alive: Any) -> Any:
 
 @triton.jit
 def _search_kernel(
-    tokens_ptr: Any,
-    logp_ptr: Any,
-    roots_ptr: Any,
-    out_tokens: Any,
-    out_parents: Any,
-    out_depths: Any,
-    out_sizes: Any,
-    out_child: Any,
-    out_sibling: Any,
-    depth_max: Any,
-    top_k: Any,
-    budget: Any,
+    tokens_ptr: tl.tensor,
+    logp_ptr: tl.tensor,
+    roots_ptr: tl.tensor,
+    out_tokens: tl.tensor,
+    out_parents: tl.tensor,
+    out_depths: tl.tensor,
+    out_sizes: tl.tensor,
+    out_child: tl.tensor,
+    out_sibling: tl.tensor,
+    depth_max: tl.tensor,
+    top_k: tl.tensor,
+    budget: tl.tensor,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,
 ) -> None:
@@ -146,13 +148,13 @@ def empty(bs: int, width: int, device: Any) -> Trees:
 
 @triton.jit(do_not_specialize=["bs", "width"])
 def _mask_kernel(
-    parents_ptr: Any,
-    depths_ptr: Any,
-    lens_ptr: Any,
-    mask_ptr: Any,
-    positions_ptr: Any,
-    bs: Any,
-    width: Any,
+    parents_ptr: tl.tensor,
+    depths_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    mask_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    bs: tl.tensor,
+    width: tl.tensor,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
     WITH_MASK: tl.constexpr,

@@ -14,19 +14,19 @@ from ddtree_guard.ddtree.verify import Accepted
 
 @triton.jit(do_not_specialize=["width", "block"])
 def _walk_kernel(
-    tokens_ptr: Any,
-    parents_ptr: Any,
-    predict_ptr: Any,
-    prefix_ptr: Any,
-    index_ptr: Any,
-    lens_ptr: Any,
-    committed_ptr: Any,
-    bonus_ptr: Any,
-    new_lens_ptr: Any,
-    rows_ptr: Any,
-    positions_ptr: Any,
-    width: Any,
-    block: Any,
+    tokens_ptr: tl.tensor,
+    parents_ptr: tl.tensor,
+    predict_ptr: tl.tensor,
+    prefix_ptr: tl.tensor,
+    index_ptr: tl.tensor,
+    lens_ptr: tl.tensor,
+    committed_ptr: tl.tensor,
+    bonus_ptr: tl.tensor,
+    new_lens_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    width: tl.tensor,
+    block: tl.tensor,
     PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
@@ -84,12 +84,12 @@ def walk(trees: Trees, predict: Any, prefix_lens: Any, block: int) -> Accepted:
 
 @triton.jit(do_not_specialize=["slot_stride", "block"])
 def _move_kernel(
-    buffers_ptr: Any,
-    row_bytes_ptr: Any,
-    index_ptr: Any,
-    slots_ptr: Any,
-    slot_stride: Any,
-    block: Any,
+    buffers_ptr: tl.tensor,
+    row_bytes_ptr: tl.tensor,
+    index_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    slot_stride: tl.tensor,
+    block: tl.tensor,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
