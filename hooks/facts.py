@@ -22,10 +22,11 @@ CLASS = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A release of the test matrix and what its overlay must hold beside it."""
+    """A release of the test matrix, what its overlay must hold beside it, and its oldest Python."""
 
     version: str
     pins: tuple[str, ...]
+    python: tuple[int, int] = (3, 10)
 
 
 # transformers wants its own tokenizers and, before 5.19, a huggingface_hub below 2
@@ -35,7 +36,7 @@ MATRIX = (
     Release("0.5.16", ("transformers==5.12.1", "tokenizers==0.22.2", _HUB)),
     Release("0.5.17", ("transformers==5.12.1", "tokenizers==0.22.2", _HUB)),
     Release("0.5.20", ("transformers==5.12.1", "tokenizers==0.22.2", _HUB)),
-    Release("0.5.23", ("transformers==5.19.0", "tokenizers==0.23.2")),
+    Release("0.5.23", ("transformers==5.19.0", "tokenizers==0.23.2"), (3, 11)),
 )
 
 

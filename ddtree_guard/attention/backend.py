@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -176,55 +177,29 @@ def _make_class(stock: Any, facts: Facts) -> type:
 
         else:  # 0.5.12 hands the fields over one by one
 
-            def init_forward_metadata_capture_cuda_graph(
-                self,
-                bs: int,
-                num_tokens: int,
-                req_pool_indices: Any,
-                seq_lens: Any,
-                encoder_lens: Any,
-                forward_mode: Any,
-                spec_info: Any,
-            ) -> Any:
-                with _batch_width(self, facts, forward_mode, spec_info):
-                    return super().init_forward_metadata_capture_cuda_graph(
-                        bs,
-                        num_tokens,
-                        req_pool_indices,
-                        seq_lens,
-                        encoder_lens,
-                        forward_mode,
-                        spec_info,
-                    )
+            def init_forward_metadata_capture_cuda_graph(self, *args: Any, **kwargs: Any) -> Any:
+                stock_call = super().init_forward_metadata_capture_cuda_graph
+                mode, spec, _ = _fields(stock_call, args, kwargs)
+                with _batch_width(self, facts, mode, spec):
+                    return stock_call(*args, **kwargs)
 
-            def init_forward_metadata_replay_cuda_graph(
-                self,
-                bs: int,
-                req_pool_indices: Any,
-                seq_lens: Any,
-                seq_lens_sum: int,
-                encoder_lens: Any,
-                forward_mode: Any,
-                spec_info: Any,
-                seq_lens_cpu: Any,
-            ) -> Any:
-                with _batch_width(self, facts, forward_mode, spec_info):
-                    result = super().init_forward_metadata_replay_cuda_graph(
-                        bs,
-                        req_pool_indices,
-                        seq_lens,
-                        seq_lens_sum,
-                        encoder_lens,
-                        forward_mode,
-                        spec_info,
-                        seq_lens_cpu,
-                    )
-                _clear_tail(self, facts, forward_mode, spec_info, bs)
+            def init_forward_metadata_replay_cuda_graph(self, *args: Any, **kwargs: Any) -> Any:
+                stock_call = super().init_forward_metadata_replay_cuda_graph
+                mode, spec, bs = _fields(stock_call, args, kwargs)
+                with _batch_width(self, facts, mode, spec):
+                    result = stock_call(*args, **kwargs)
+                _clear_tail(self, facts, mode, spec, bs)
                 return result
 
     TritonAttnBackend.__qualname__ = stock.__qualname__
     TritonAttnBackend.__module__ = __name__
     return TritonAttnBackend
+
+
+def _fields(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, int]:
+    """Forward mode, spec info and batch size of a call to 0.5.12's capture or replay."""
+    given = inspect.signature(call).bind(*args, **kwargs).arguments
+    return given["forward_mode"], given["spec_info"], given["bs"]
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ddtree_guard.attention.reference import visible
@@ -10,7 +12,7 @@ from ddtree_guard.guard import Guard
 pytestmark = pytest.mark.sglang
 
 
-def _full(block: int):  # noqa: ANN202
+def _full(block: int) -> Any:
     from ddtree_guard.testing.standins import VerifyCase
 
     return VerifyCase(
@@ -32,11 +34,11 @@ def test_corrected_holds_full_context_and_full_batch(block: int, choice: str) ->
     from ddtree_guard.testing.standins import build_backend, run_verify
 
     run = run_verify(build_backend(_full(block), choice), _full(block), "graph")
-    assert run.wrong_rows == ()
+    assert run.right
     assert Guard().check(run.step).findings == ()
 
 
-def _short_after_long(choice: str):  # noqa: ANN202
+def _short_after_long(choice: str) -> Any:
     """A backend whose graph has just replayed a short step after a long one; the short run."""
     from ddtree_guard.testing import fakes, standins
     from ddtree_guard.testing.batches import verify_batch
@@ -55,7 +57,7 @@ def _short_after_long(choice: str):  # noqa: ANN202
     return standins.finish(backend, inputs, batch, "graph"), inputs
 
 
-def _read_cells(step, lane: int):  # noqa: ANN001, ANN202
+def _read_cells(step: Any, lane: int) -> Any:
     """The tree columns of a lane's rows, as the kernel addresses them."""
     w, s = step.w, int(step.layout.prefix_lens[lane])
     start = int(step.layout.mask_indptr[lane])
@@ -64,7 +66,7 @@ def _read_cells(step, lane: int):  # noqa: ANN001, ANN202
 
 def test_a_short_step_after_a_long_one_reads_nothing_stale() -> None:
     run, inputs = _short_after_long("corrected")
-    assert run.wrong_rows == ()
+    assert run.right
     for lane in range(2):
         assert (_read_cells(run.step, lane) == visible(inputs.tree.parents[lane].tolist())).all()
     for lane in (2, 3):
@@ -73,7 +75,7 @@ def test_a_short_step_after_a_long_one_reads_nothing_stale() -> None:
 
 def test_stock_leaves_stale_cells_to_padded_lanes() -> None:
     run, _ = _short_after_long("stock")
-    assert run.wrong_rows == ()
+    assert run.right
     assert any(_read_cells(run.step, lane).any() for lane in (2, 3))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from ddtree_guard.attention.reference import verify_attention, visible
 
 
-def _loop(q, k, v, allowed, group):  # noqa: ANN001, ANN202
+def _loop(q: Any, k: Any, v: Any, allowed: Any, group: int) -> Any:
     out = np.zeros_like(q)
     for row in range(q.shape[0]):
         for head in range(q.shape[1]):
