@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+POEM = "The Zen of Python, by Tim Peters\n\nBeautiful is better than"
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -72,7 +74,10 @@ def start(setup: Setup, model: Path) -> Any:
         "log_level": "warning",
     }
     if setup.graphs:
-        options["cuda_graph_max_bs_decode"] = setup.max_bs
+        # few sizes, so that most batches are padded
+        sizes = [bs for bs in (1, 4, 16, 64) if bs < setup.max_bs]
+        options |= {"cuda_graph_bs_decode": [*sizes, setup.max_bs]}
+        options |= {"disable_prefill_cuda_graph": True}
     if setup.algorithm:
         options |= {
             "speculative_algorithm": setup.algorithm,
@@ -100,7 +105,7 @@ def generate(
 
 
 def text_prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Pieces of the training text of mixed lengths, as bytes."""
+    """The start of the poem, then pieces of the training text of mixed lengths, as bytes."""
     import random
 
     from tiny_model import corpus
@@ -108,7 +113,8 @@ def text_prompts(count: int, seed: int = 0) -> list[list[int]]:
     text, rng = corpus(400_000).tolist(), random.Random(seed)
     lengths = [rng.choice((12, 30, 61, 128, 250)) + rng.randrange(9) for _ in range(count)]
     starts = [rng.randrange(len(text) - 300) for _ in range(count)]
-    return [text[s : s + n] for s, n in zip(starts, lengths, strict=True)]
+    prompts = [text[s : s + n] for s, n in zip(starts, lengths, strict=True)]
+    return [list(POEM.encode()), *prompts[1:]]
 
 
 def run_all(

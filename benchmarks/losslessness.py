@@ -20,7 +20,7 @@ from typing import Any
 from engines import Setup, generate, run_all, save, start, text_prompts
 
 COUNT = 96  # tokens per request
-BATCHES = (1, 3, 16)
+BATCHES = (3, 16, 1)
 SWEEP = (*range(1, 33), 48, 64, 128, 256)
 GRAPHS = (7, 8, 15, 16, 17, 31, 32, 64, 256)
 
@@ -28,12 +28,12 @@ GRAPHS = (7, 8, 15, 16, 17, 31, 32, 64, 256)
 def setups(quick: bool) -> list[Setup]:
     """Plain, one eager sweep per block, and the captured budgets."""
     plan = [Setup(), Setup("DDTREE", 256, 8, graphs=False), Setup("DFLASH", 0, 8)]
-    plan += [Setup("DDTREE", b, 8) for b in ((7, 16) if quick else GRAPHS)]
+    plan += [Setup("DDTREE", b, 8) for b in ((7, 16, 64) if quick else GRAPHS)]
     plan += [Setup("DDTREE", 16, 8, incident=True), Setup("DDTREE", 7, 8, incident=True)]
     plan += [Setup("DDTREE", 16, 8, graphs=False, incident=True)]
+    plan += [Setup("DDTREE", 16, 16)]
     if not quick:
-        plan += [Setup("DDTREE", 64, 16, graphs=False), Setup("DDTREE", 16, 16)]
-        plan += [Setup("DDTREE", 64, 16)]
+        plan += [Setup("DDTREE", 64, 16, graphs=False), Setup("DDTREE", 64, 16)]
     return plan
 
 
@@ -58,7 +58,7 @@ def cell(setup: Setup, model: Path, folder: Path, minutes: float) -> None:
                          "seconds": time.monotonic() - tick})  # fmt: skip
             save(path, done)
     if not setup.algorithm:
-        score(engine, prompts, folder, 60 * minutes - (time.monotonic() - begun))
+        score(engine, prompts, folder, 60 * minutes + 30 - (time.monotonic() - begun))
     engine.shutdown()
 
 
@@ -87,7 +87,7 @@ def score(engine: Any, prompts: list[list[int]], folder: Path, seconds: float) -
 
 
 def plain_texts(folder: Path) -> list[list[int]]:
-    """Plain greedy texts: each prompt in the smallest batch that held it."""
+    """Plain greedy texts: each prompt in the first batch that held it."""
     texts: dict[int, list[int]] = {}
     for row in json.loads((folder / f"{Setup().name}.json").read_text()):
         for i, out in enumerate(row["outs"]):
@@ -181,7 +181,7 @@ def run_with_plain(everything: list[Setup], folder: Path, minutes: float, extra:
         target=run_all, args=(__file__, plain, folder, 60 * minutes + 60, extra)
     )
     scorer.start()
-    run_all(__file__, others, folder, 60 * minutes, extra)
+    run_all(__file__, others, folder, 60 * minutes + 15, extra)
     (folder / "texts.done").touch()
     scorer.join()
 

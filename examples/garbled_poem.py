@@ -15,9 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from engines import Setup, generate, run_all, save, start
+from engines import POEM, Setup, generate, run_all, save, start
 
-PROMPT = "The Zen of Python, by Tim Peters\n\nBeautiful is better than"
 SETUPS = (
     Setup(guard="off"),
     Setup("DDTREE", 7, incident=True, guard="log"),
@@ -30,7 +29,7 @@ SETUPS = (
 def recite(setup: Setup, model: Path, folder: Path) -> None:
     """One engine: what it prints after the prompt."""
     engine = start(setup, model)
-    ids = generate(engine, [list(PROMPT.encode())] * 2, 120)[-1]["ids"]
+    ids = generate(engine, [list(POEM.encode())] * 2, 120)[-1]["ids"]
     save(folder / f"{setup.name}.json", bytes(i % 256 for i in ids).decode("ascii", "replace"))
     engine.shutdown()
 
@@ -45,7 +44,7 @@ def main() -> None:
     for setup in SETUPS:
         path, log = folder / f"{setup.name}.json", folder / f"{setup.name}.log"
         text = json.loads(path.read_text()) if path.exists() else "(no text)"
-        print(f"--- {setup.name}\n{PROMPT.splitlines()[-1]}{text}\n")
+        print(f"--- {setup.name}\n{POEM.splitlines()[-1]}{text}\n")
         findings = [line for line in log.read_text().splitlines() if "ddtree_guard finding" in line]
         print("\n".join(findings[:1]), end="\n\n" if findings else "")
 

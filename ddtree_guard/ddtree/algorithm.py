@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 from typing import Any
 
+from ddtree_guard.attention.backend import graph_mask
 from ddtree_guard.config import TreeConfig
 from ddtree_guard.ddtree.limits import (
     check_arguments,
@@ -29,7 +31,7 @@ from ddtree_guard.ddtree.limits import (
     refuse_request,
 )
 from ddtree_guard.errors import IncompatibleError
-from ddtree_guard.hooks.facts import ALGORITHM, BUDGET
+from ddtree_guard.hooks.facts import ALGORITHM, BUDGET, facts_of
 from ddtree_guard.hooks.patching import Original, Patch, PatchReport, apply
 
 log = logging.getLogger("ddtree_guard")
@@ -196,12 +198,27 @@ def _get_spec_info(original: Original) -> Any:
         spec = original.value(self, num_tokens)
         runner = self.model_runner
         if runner.spec_algorithm.name == ALGORITHM and not runner.is_draft_worker:
-            from ddtree_guard.ddtree.worker import mask_buffer
-
-            spec.custom_mask = mask_buffer(self.attn_backend)
+            backend = self.attn_backend
+            spec.custom_mask = graph_mask(backend, facts_of(type(backend)))
         return spec
 
     return get_spec_info
+
+
+def _dummy_verify_input(original: Original) -> Any:
+    def create_dummy_verify_input(
+        spec_algorithm: Any, server_args: Any, custom_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """SGLang's warm-up states D rows per request; where B + 1 < b the batch has fewer."""
+        spec = original.value(spec_algorithm, server_args, custom_mask, *args, **kwargs)
+        bound = inspect.signature(original.value).bind(
+            spec_algorithm, server_args, custom_mask, *args, **kwargs
+        )
+        if spec_algorithm.name == ALGORITHM and not bound.arguments["is_draft_worker"]:
+            spec.draft_token_num = spec.num_tokens_per_req = bound.arguments["num_tokens_per_req"]
+        return spec
+
+    return create_dummy_verify_input
 
 
 def _need_hidden_states(original: Original) -> Any:
@@ -263,6 +280,12 @@ SERVER = (
         "captures DDTREE's verify graphs with the tree mask",
         _get_spec_info,
         ("self", "num_tokens"),
+    ),
+    Patch(
+        "sglang.srt.model_executor.runner.base_runner.create_dummy_verify_input",
+        "warms up with as many rows as the tree has",
+        _dummy_verify_input,
+        ("spec_algorithm", "server_args", "custom_mask"),
     ),
     Patch(
         "sglang.srt.speculative.spec_utils.spec_need_hidden_states",

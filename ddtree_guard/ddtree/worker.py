@@ -33,6 +33,7 @@ from sglang.srt.speculative import dflash_utils, dflash_worker_v2
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from ddtree_guard.attention.backend import graph_mask
 from ddtree_guard.config import TreeConfig
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
 from ddtree_guard.ddtree.choose import choose
@@ -55,12 +56,6 @@ class TreeStep:
     predict: Any  # (bs, w)
     accepted: Accepted
     graph: bool
-
-
-def mask_buffer(backend: Any) -> Any:
-    """The mask that captured verify graphs read, uint8, or None before capture."""
-    held = getattr(backend, facts_of(type(backend)).mask, None)
-    return getattr(held, "buffer", held)
 
 
 class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
@@ -235,7 +230,8 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         Both can be longer than the step needs: the exact length is known on the device only.
         """
         cells = width * (lens_sum + bs * width)
-        captured = mask_buffer(self.model_runner.attn_backend)
+        backend = self.model_runner.attn_backend
+        captured = graph_mask(backend, facts_of(type(backend)))
         if captured is not None and captured.numel() >= cells:
             return captured
         if self._eager_mask is None or self._eager_mask.numel() < cells:

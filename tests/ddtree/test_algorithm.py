@@ -216,3 +216,18 @@ def test_verify_graphs_are_captured_with_the_backend_s_own_mask() -> None:
             spec_algorithm=SimpleNamespace(name=name), is_draft_worker=draft
         )
         assert wrapped(runner, 4).custom_mask == mask
+
+
+@pytest.mark.parametrize(("draft", "rows"), [(False, 4), (True, 8)])
+def test_warm_up_states_the_tree_s_rows(
+    resolve: Callable[..., Any], draft: bool, rows: int
+) -> None:
+    args = resolve(speculative_ddtree_budget=3)
+    spec = sglang("speculative.spec_info").SpeculativeAlgorithm.from_string("DDTREE")
+    report = apply(algorithm.SERVER).require()
+    try:
+        make = sglang("model_executor.runner.base_runner").create_dummy_verify_input
+        dummy = make(spec, args, None, 4, draft)
+    finally:
+        report.restore()
+    assert dummy.draft_token_num == dummy.num_tokens_per_req == rows
