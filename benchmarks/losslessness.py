@@ -21,6 +21,7 @@ from engines import Setup, generate, run_all, save, start, text_prompts
 
 COUNT = 96  # tokens per request
 BATCHES = (3, 16, 1)
+PLAIN_SHAPES = (1, 2, 4, 5, 8)  # further batch shapes of plain decoding, for the yardstick
 SWEEP = (*range(1, 33), 48, 64, 128, 256)
 GRAPHS = (7, 8, 15, 16, 17, 31, 32, 64, 256)
 
@@ -41,22 +42,24 @@ def cell(setup: Setup, model: Path, folder: Path, minutes: float) -> None:
     """Run one engine over its budgets and batch sizes."""
     path, begun = folder / f"{setup.name}.json", time.monotonic()
     done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    seen = {(row["budget"], row["bs"]) for row in done}
+    seen = {(row["budget"], row["bs"], row["first"]) for row in done}
     engine, prompts = start(setup, model), text_prompts(max(BATCHES))
     print("started after", round(time.monotonic() - begun), "s", flush=True)
     budgets = [setup.budget]
     if setup.algorithm == "DDTREE" and not setup.graphs and not setup.incident:
         budgets = [b for b in SWEEP if b <= setup.budget]
-    for bs in BATCHES:
-        for budget in budgets:
-            late = time.monotonic() - begun > 60 * minutes
-            if (budget, bs) in seen or late:
-                continue
-            tick = time.monotonic()
-            outs = generate(engine, prompts[:bs], COUNT, budget)
-            done.append({"budget": budget, "bs": bs, "outs": outs,
-                         "seconds": time.monotonic() - tick})  # fmt: skip
-            save(path, done)
+    jobs = [(bs, budget, 0) for bs in BATCHES for budget in budgets]
+    if not setup.algorithm:
+        jobs += [(bs, 0, at) for bs in PLAIN_SHAPES for at in range(0, len(prompts), bs)]
+    for bs, budget, first in jobs:
+        late = time.monotonic() - begun > 60 * minutes
+        if (budget, bs, first) in seen or late:
+            continue
+        tick = time.monotonic()
+        outs = generate(engine, prompts[first : first + bs], COUNT, budget)
+        seconds = time.monotonic() - tick
+        done.append({"budget": budget, "bs": bs, "first": first, "outs": outs, "seconds": seconds})
+        save(path, done)
     if not setup.algorithm:
         score(engine, prompts, folder, 60 * minutes + 30 - (time.monotonic() - begun))
     engine.shutdown()
@@ -90,7 +93,7 @@ def plain_texts(folder: Path) -> list[list[int]]:
     """Plain greedy texts: each prompt in the first batch that held it."""
     texts: dict[int, list[int]] = {}
     for row in json.loads((folder / f"{Setup().name}.json").read_text()):
-        for i, out in enumerate(row["outs"]):
+        for i, out in enumerate(row["outs"], row["first"]):
             texts.setdefault(i, out["ids"])
     return [texts[i] for i in range(len(texts))]
 
@@ -107,7 +110,7 @@ def differences(folder: Path) -> set[tuple[int, int, int]]:
         if "incident" in path.name:
             continue
         for row in json.loads(path.read_text()):
-            for i, out in enumerate(row["outs"]):
+            for i, out in enumerate(row["outs"], row["first"]):
                 at = first_difference(reference[i], out["ids"])
                 if at is not None:
                     found.add((i, at, out["ids"][at]))
@@ -125,13 +128,15 @@ def report(folder: Path, everything: list[Setup]) -> dict[str, Any]:
             continue
         for run in json.loads(path.read_text()):
             gaps, tokens, steps = [], 0, 0
-            for i, out in enumerate(run["outs"]):
+            for i, out in enumerate(run["outs"], run["first"]):
                 tokens, steps = tokens + len(out["ids"]), steps + out["steps"]
                 at = first_difference(reference[i], out["ids"])
                 if at is not None:
                     gaps.append(gap_of.get((i, at, out["ids"][at]), float("inf")))
             if not setup.algorithm:
                 plain_gaps += gaps
+                if run["first"] or run["bs"] not in BATCHES:
+                    continue
             rows.append({
                 "algorithm": setup.algorithm or "plain", "block": setup.block,
                 "budget": run["budget"], "bs": run["bs"], "graphs": setup.graphs,
@@ -143,7 +148,8 @@ def report(folder: Path, everything: list[Setup]) -> dict[str, Any]:
     for row in rows:
         gaps = row.pop("gaps")
         row["differing"] = sum(g > yardstick for g in gaps)
-        row["max_logit_gap_of_differing"] = max(gaps, default=0.0)
+        largest = max(gaps, default=0.0)  # not measured where the incident is on
+        row["max_logit_gap_of_differing"] = None if largest == float("inf") else largest
     return {"rows": rows, "plain_gaps": sorted(plain_gaps), "yardstick": yardstick}
 
 

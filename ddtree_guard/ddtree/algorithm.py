@@ -31,7 +31,7 @@ from ddtree_guard.ddtree.limits import (
     refuse_request,
 )
 from ddtree_guard.errors import IncompatibleError
-from ddtree_guard.hooks.facts import ALGORITHM, BUDGET, facts_of
+from ddtree_guard.hooks.facts import ALGORITHM, BUDGET, VARIES, facts_of
 from ddtree_guard.hooks.patching import Original, Patch, PatchReport, apply
 
 log = logging.getLogger("ddtree_guard")
@@ -149,6 +149,7 @@ def resolve_arguments(server_args: Any, dflash: Any) -> None:
     server_args.speculative_dflash_block_size = block
     server_args.speculative_num_draft_tokens = max(budget + 1, block)
     setattr(server_args, BUDGET, budget)
+    setattr(server_args, VARIES, True)  # requests may ask for less: see worker.REQUEST_KEY
 
 
 def _requested_budget(server_args: Any) -> int | None:

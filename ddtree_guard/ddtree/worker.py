@@ -33,7 +33,7 @@ from sglang.srt.speculative import dflash_utils, dflash_worker_v2
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from ddtree_guard.attention.backend import graph_mask
+from ddtree_guard.attention.backend import graph_mask, is_corrected
 from ddtree_guard.config import TreeConfig
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
 from ddtree_guard.ddtree.choose import choose
@@ -140,13 +140,23 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         )
 
     def _step_budget(self, batch: Any) -> int:
-        """The budget of this step: the least that a request asks for, at most the server's."""
+        """The budget of this step: the least that a request asks for, at most the server's.
+
+        A backend that holds one width for all steps reads beyond the rows of a narrower one.
+        """
         asked = [self.budget]
+        if not self._backend_follows():
+            return self.budget
         for req in batch.reqs or ():
             params = req.sampling_params.custom_params
             if isinstance(params, dict) and REQUEST_KEY in params:
                 asked.append(max(1, int(params[REQUEST_KEY])))
         return min(asked)
+
+    def _backend_follows(self) -> bool:
+        """Whether the target's attention backend takes the width from the batch."""
+        backend = self.model_runner.attn_backend
+        return is_corrected(backend) or facts_of(type(backend)).follows_batch
 
     def _block(self, batch: Any, draft_input: Any) -> tuple[Any, Any, Any]:
         """Input ids, slots and positions of the draft block, (bs, b) each."""

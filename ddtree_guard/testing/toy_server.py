@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 
-from ddtree_guard.attention.backend import corrected_class
+from ddtree_guard.attention.backend import install
+from ddtree_guard.config import Backend
 from ddtree_guard.ddtree.propose import Proposer
 from ddtree_guard.testing import fakes
 from ddtree_guard.testing.fakes import Sizes, sglang
@@ -110,9 +111,16 @@ class ToyServer:
         slots = torch.randperm(self.sizes.slots - 1, generator=self.rng) + 1
         for i in range(len(self.texts)):
             table[i + 1] = slots[i * table.shape[1] : (i + 1) * table.shape[1]]
-        stock = sglang("layers.attention.triton_backend").TritonAttnBackend
-        with fakes.host_context(runner.server_args):
-            runner.attn_backend = corrected_class(stock)(runner)
+        runner.server_args.disable_cuda_graph = True
+        runner.server_args.speculative_ddtree_varies = True
+        with fakes.fork_with_budget(), fakes.host_context(runner.server_args):
+            report = install(Backend.AUTO)  # as a server that was not asked gets it
+            try:
+                registry = sglang("layers.attention.attention_registry").ATTENTION_BACKENDS
+                runner.attn_backend = registry["triton"](runner)
+            finally:
+                if report is not None:
+                    report.restore()
         runner.decode_cuda_graph_runner, runner.sampler, runner.dcp_size = None, None, 1
         embedding = self.target.embedding
         runner.model = SimpleNamespace(get_input_embeddings=lambda: lambda ids: embedding[ids])

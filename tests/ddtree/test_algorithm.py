@@ -15,8 +15,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
+from ddtree_guard.attention.backend import needs_correction
 from ddtree_guard.ddtree import algorithm
 from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
+from ddtree_guard.hooks.facts import facts_of
 from ddtree_guard.hooks.patching import apply
 from ddtree_guard.testing.fakes import sglang
 
@@ -82,6 +84,15 @@ def test_draft_worker_keeps_the_block_size(resolve: Callable[..., Any]) -> None:
     draft = draft_arguments(args)
     assert draft.speculative_num_draft_tokens == draft.max_speculative_num_draft_tokens == 8
     assert args.speculative_num_draft_tokens == 17
+
+
+def test_an_eager_server_gets_a_backend_that_follows_each_step(resolve: Callable[..., Any]) -> None:
+    args = resolve(speculative_ddtree_budget=16, disable_cuda_graph=True)
+    runner = SimpleNamespace(
+        server_args=args, is_draft_worker=False, model_config=SimpleNamespace(context_len=256)
+    )
+    facts = facts_of(sglang("layers.attention.triton_backend").TritonAttnBackend)
+    assert facts.follows_batch or needs_correction(runner, facts)
 
 
 def test_budget_comes_from_the_environment_too(

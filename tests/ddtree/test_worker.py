@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
+from ddtree_guard.hooks.facts import facts_of  # noqa: E402
 from ddtree_guard.testing.toy_server import HEAD_DIM, KV_HEADS, ToyServer  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
@@ -69,6 +71,19 @@ def test_a_request_can_ask_for_a_smaller_budget() -> None:
     assert widths == [6, 17, 2]
     for i in range(len(PROMPTS)):
         assert server.texts[i][server.starts[i] :] == server.expected(i)
+
+
+def test_a_backend_of_one_width_is_never_given_a_narrower_batch() -> None:
+    server = ToyServer(PROMPTS, 16, 8)
+    backend = server.runner.attn_backend
+    stock = next(c for c in type(backend).__mro__ if c.__module__.startswith("sglang."))
+    follows = facts_of(stock).follows_batch
+    server.runner.attn_backend = object.__new__(stock)
+    params = SimpleNamespace(custom_params={"ddtree_budget": 4})
+    batch = SimpleNamespace(reqs=[SimpleNamespace(sampling_params=params)])
+    assert server.worker._step_budget(batch) == (4 if follows else 16)
+    server.runner.attn_backend = backend
+    assert server.worker._step_budget(batch) == 4
 
 
 def test_wider_trees_commit_at_least_as_much_per_step() -> None:
