@@ -6,6 +6,7 @@ compares: lengths, offsets, masks and slots are taken as they are.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -78,8 +79,16 @@ def read_step(
             release=release(),
             path=path,
         ),
-        contract=contract or contract_of(algorithm, facts, path, captured is not None),
+        contract=contract or _contract(spec, algorithm, facts, path, captured is not None),
     )
+
+
+def _contract(spec: Any, algorithm: str, facts: Facts, path: str, captured: bool) -> Contract:
+    """The table's contract; a batch may say that its mask is a whole buffer, longer than needed."""
+    contract = contract_of(algorithm, facts, path, captured)
+    if getattr(spec, "mask_is_buffer", False):
+        return dataclasses.replace(contract, mask_length="capacity")
+    return contract
 
 
 def host(value: Any, dtype: Any = None) -> Any:

@@ -223,6 +223,7 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
         spec.parents, spec.depths, spec.tree_sizes = trees.parents, trees.depths, trees.sizes
+        spec.mask_is_buffer = True  # for the guard: longer than the step needs, see `_mask`
         spec.retrieve_next_token = trees.next_token
         spec.retrieve_next_sibling = trees.next_sibling
         held = batch.seq_lens_cpu, batch.seq_lens_sum
