@@ -84,11 +84,12 @@ def read_step(
 
 
 def _contract(spec: Any, algorithm: str, facts: Facts, path: str, captured: bool) -> Contract:
-    """The table's contract; a batch may say that its mask is a whole buffer, longer than needed."""
+    """The table's contract. An eager batch may say that its mask lies in a longer buffer."""
     contract = contract_of(algorithm, facts, path, captured)
-    if getattr(spec, "mask_is_buffer", False):
-        return dataclasses.replace(contract, mask_length="capacity")
-    return contract
+    if contract.mask_length == "capacity" or not getattr(spec, "mask_is_buffer", False):
+        return contract
+    why = "this step's mask lies in a longer buffer: its length is known on the device only"
+    return dataclasses.replace(contract, not_checked={**contract.not_checked, "M9": why})
 
 
 def host(value: Any, dtype: Any = None) -> Any:

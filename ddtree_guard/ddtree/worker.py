@@ -69,6 +69,7 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         self.top_k = tree_top_k(self.budget)
         self.proposer = self._make_proposer()
         self._eager_mask: Any = None
+        self._ids: Any = None
         self._widest_row = 0
 
     def init_attention_backends(self) -> None:
@@ -224,6 +225,7 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         )
         spec.parents, spec.depths, spec.tree_sizes = trees.parents, trees.depths, trees.sizes
         spec.mask_is_buffer = True  # for the guard: longer than the step needs, see `_mask`
+        spec.retrieve_index = self._row_ids(len(slots), width)
         spec.retrieve_next_token = trees.next_token
         spec.retrieve_next_sibling = trees.next_sibling
         held = batch.seq_lens_cpu, batch.seq_lens_sum
@@ -249,6 +251,12 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
             size = max(cells, 2 * (0 if self._eager_mask is None else self._eager_mask.numel()))
             self._eager_mask = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._eager_mask
+
+    def _row_ids(self, bs: int, width: int) -> Any:
+        """SGLang's retrieve index, (bs, w): where a row lies in the flattened batch."""
+        if self._ids is None or self._ids.numel() < bs * width:
+            self._ids = torch.arange(2 * bs * width, device=self.device)
+        return self._ids[: bs * width].view(bs, width)
 
     def _predict(self, batch: Any, logits_output: Any, width: int, verify_batch: Any) -> Any:
         """The target's token for every row, (bs, w), the same on every rank."""

@@ -134,7 +134,8 @@ class ToyServer:
             model_runner=self.runner, forward_batch_generation=self._verify
         )
         worker.model_runner, worker.device, worker.block_size = self.runner, "cpu", self.block
-        worker.budget, worker.observers, worker._eager_mask = self.budget, [], None
+        worker.budget, worker.observers = self.budget, []
+        worker._eager_mask = worker._ids = None
         worker._widest_row = KV_HEADS * HEAD_DIM * 4
         worker.proposer = Proposer(self.target.head, VOCAB, 0, self.block, 8)
         worker._draft_sampler, worker._mask_token_id = None, 0
