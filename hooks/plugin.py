@@ -40,10 +40,10 @@ def activate(env: Mapping[str, str]) -> PatchReport | None:
         log.warning("ddtree_guard: %s", warning)
     if config.backend is Backend.CORRECTED:
         check_host()
-    tree = algorithm.install()  # first: the backend looks whether DDTREE can be asked for
+    report = install(_choice(config.backend, TreeConfig.from_env(env)))
+    tree = algorithm.install()  # installs the backend choice itself where DDTREE is chosen
     if tree is not None:
         _INSTALLED.append(tree)
-    report = install(_choice(config.backend, TreeConfig.from_env(env)))
     if report is not None:
         _INSTALLED.append(report)
         log.info(
@@ -70,6 +70,7 @@ def _choice(backend: Backend, tree: TreeConfig) -> Backend:
 def unload() -> tuple[str, ...]:
     """Undo every `load`; returns a sentence for each patch that somebody else has replaced."""
     kept: list[str] = []
+    algorithm.uninstall()
     while _INSTALLED:
         kept += _INSTALLED.pop().restore()
     return tuple(kept)

@@ -20,10 +20,12 @@ import importlib.util
 import inspect
 import logging
 import os
+import sys
 from typing import Any
 
 from ddtree_guard.attention.backend import graph_mask
-from ddtree_guard.config import TreeConfig
+from ddtree_guard.attention.backend import install as install_backend
+from ddtree_guard.config import Config, TreeConfig
 from ddtree_guard.ddtree.limits import (
     check_arguments,
     check_backends,
@@ -40,6 +42,7 @@ WORKER = "sglang.srt.speculative.dflash_worker_v2"
 FLAG = "--speculative-ddtree-budget"
 # The budget between `from_cli_args` and the `ServerArgs.__init__` that it calls.
 _FROM_CLI: list[int | None] = []
+_SERVED: list[PatchReport] = []  # what `_worker_class` has patched
 
 
 def install() -> PatchReport | None:
@@ -69,7 +72,17 @@ def install() -> PatchReport | None:
 
 def _ours(spec: Any) -> bool:
     """Whether the name is free, or taken by an earlier call of `install`."""
-    return spec is None or spec.factory is _worker_class
+    return spec is None or getattr(spec, "factory", None) is _worker_class
+
+
+def uninstall() -> None:
+    """Undo what a DDTREE server patched, and take DDTREE out of SGLang's registry if it is ours."""
+    while _SERVED:
+        _SERVED.pop().restore()
+    registry = sys.modules.get("sglang.srt.speculative.spec_registry")
+    known = registry.get_spec(ALGORITHM) if registry is not None else None
+    if registry is not None and known is not None and _ours(known):
+        del registry._REGISTRY[ALGORITHM]
 
 
 def _has(name: str) -> bool:
@@ -80,9 +93,16 @@ def _has(name: str) -> bool:
 
 
 def _worker_class(server_args: Any) -> type:
-    """The factory that SGLang calls in the scheduler process of a DDTREE server, and only there."""
+    """The factory that SGLang calls in the scheduler process of a DDTREE server, and only there.
+
+    It runs before the attention backends are made, so the choice of backend is installed here and
+    a server that does not run DDTREE keeps its own.
+    """
     incident = TreeConfig.from_env(os.environ).incident
-    apply([*SERVER, *([INCIDENT] if incident else [])]).require()
+    _SERVED.append(apply([*SERVER, *([INCIDENT] if incident else [])]).require())
+    backend = None if incident else install_backend(Config.from_env(os.environ).backend)
+    if backend is not None:
+        _SERVED.append(backend)
     from ddtree_guard.ddtree.worker import DDTreeWorker
 
     return DDTreeWorker

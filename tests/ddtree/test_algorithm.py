@@ -242,3 +242,18 @@ def test_warm_up_states_the_tree_s_rows(
     finally:
         report.restore()
     assert dummy.draft_token_num == dummy.num_tokens_per_req == rows
+
+
+def test_only_a_ddtree_server_gets_another_backend_factory() -> None:
+    registry = sglang("layers.attention.attention_registry").ATTENTION_BACKENDS
+    algorithms = sglang("speculative.spec_info").SpeculativeAlgorithm
+    stock, validate = registry["triton"], sglang("managers.scheduler").validate_dflash_request
+    spec = algorithms.from_string("DDTREE")
+    assert registry["triton"] is stock
+    spec.create_worker(SimpleNamespace(disable_overlap_schedule=False))
+    assert registry["triton"] is not stock
+    algorithm.uninstall()
+    assert registry["triton"] is stock
+    assert sglang("managers.scheduler").validate_dflash_request is validate
+    with pytest.raises(ValueError, match="DDTREE"):
+        algorithms.from_string("DDTREE")
