@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from engines import Setup, generate, run_all, save, start, text_prompts
 
+WAVE = 10  # engines that start at once beside the plain one
 COUNT = 96  # tokens per request
 BATCHES = (3, 16, 1)
 PLAIN_SHAPES = (1, 2, 4, 5, 8)  # further batch shapes of plain decoding, for the yardstick
@@ -38,19 +40,21 @@ def setups(quick: bool) -> list[Setup]:
     return plan
 
 
-def cell(setup: Setup, model: Path, folder: Path, minutes: float) -> None:
+def cell(setup: Setup, model: Path, folder: Path, minutes: float, wait: float) -> None:
     """Run one engine over its budgets and batch sizes."""
     path, begun = folder / f"{setup.name}.json", time.monotonic()
     done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     seen = {(row["budget"], row["bs"], row["first"]) for row in done}
-    engine, prompts = start(setup, model), text_prompts(max(BATCHES))
-    print("started after", round(time.monotonic() - begun), "s", flush=True)
-    budgets = [setup.budget]
+    prompts, budgets = text_prompts(max(BATCHES)), [setup.budget]
     if setup.algorithm == "DDTREE" and not setup.graphs and not setup.incident:
         budgets = [b for b in SWEEP if b <= setup.budget]
     jobs = [(bs, budget, 0) for bs in BATCHES for budget in budgets]
     if not setup.algorithm:
         jobs += [(bs, 0, at) for bs in PLAIN_SHAPES for at in range(0, len(prompts), bs)]
+    elif all((budget, bs, first) in seen for bs, budget, first in jobs):
+        return
+    engine = start(setup, model)
+    print("started after", round(time.monotonic() - begun), "s", flush=True)
     for bs, budget, first in jobs:
         late = time.monotonic() - begun > 60 * minutes
         if (budget, bs, first) in seen or late:
@@ -61,7 +65,7 @@ def cell(setup: Setup, model: Path, folder: Path, minutes: float) -> None:
         done.append({"budget": budget, "bs": bs, "first": first, "outs": outs, "seconds": seconds})
         save(path, done)
     if not setup.algorithm:
-        score(engine, prompts, folder, 60 * minutes + 30 - (time.monotonic() - begun))
+        score(engine, prompts, folder, wait - (time.monotonic() - begun))
     engine.shutdown()
 
 
@@ -160,11 +164,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--wait", type=float, default=0.0)
     parser.add_argument("--cell")
     args = parser.parse_args()
     folder = args.out / "losslessness"
     if args.cell:
-        cell(Setup(**json.loads(args.cell)), args.model, folder, args.minutes)
+        cell(Setup(**json.loads(args.cell)), args.model, folder, args.minutes, args.wait)
         return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "texts.done").unlink(missing_ok=True)
@@ -179,15 +184,15 @@ def main() -> None:
 
 
 def run_with_plain(everything: list[Setup], folder: Path, minutes: float, extra: list[str]) -> None:
-    """The plain engine runs beside the others and is released to score when they are done."""
-    import threading
-
+    """The plain engine runs beside waves of others and is released to score when they are done."""
     plain, others = everything[:1], everything[1:]
-    scorer = threading.Thread(
-        target=run_all, args=(__file__, plain, folder, 60 * minutes + 60, extra)
-    )
+    waves = [others[at : at + WAVE] for at in range(0, len(others), WAVE)]
+    total = 60 * minutes * len(waves) + 60
+    command = [*extra, "--wait", str(total)]
+    scorer = threading.Thread(target=run_all, args=(__file__, plain, folder, total + 60, command))
     scorer.start()
-    run_all(__file__, others, folder, 60 * minutes + 15, extra)
+    for wave in waves:
+        run_all(__file__, wave, folder, 60 * minutes + 15, extra)
     (folder / "texts.done").touch()
     scorer.join()
 

@@ -33,13 +33,14 @@ from ddtree_guard.ddtree.limits import (
     refuse_request,
 )
 from ddtree_guard.errors import IncompatibleError
-from ddtree_guard.hooks.facts import ALGORITHM, BUDGET, VARIES, facts_of
+from ddtree_guard.hooks.facts import ALGORITHM, BUDGET, VARIES, facts_of, release
 from ddtree_guard.hooks.patching import Original, Patch, PatchReport, apply
 
 log = logging.getLogger("ddtree_guard")
 ARGS = "sglang.srt.server_args.ServerArgs"
 WORKER = "sglang.srt.speculative.dflash_worker_v2"
 FLAG = "--speculative-ddtree-budget"
+TESTED = ("0.5.16", "0.5.17")  # the DFlash v2 worker that `worker` is built on
 # The budget between `from_cli_args` and the `ServerArgs.__init__` that it calls.
 _FROM_CLI: list[int | None] = []
 _SERVED: list[PatchReport] = []  # what `_worker_class` has patched
@@ -155,6 +156,11 @@ def active_width(default: int) -> int:
 
 def resolve_arguments(server_args: Any, dflash: Any) -> None:
     """Check and complete the server arguments of a DDTREE server, in place."""
+    if release() != "unknown" and not release().startswith(TESTED):
+        raise IncompatibleError(
+            f"DDTREE runs on SGLang {' and '.join(TESTED)}, found {release()}; install one of "
+            "them, or use --speculative-algorithm DFLASH."
+        )
     budget = check_budget(_requested_budget(server_args))
     check_arguments(server_args)
     check_backends(tuple(server_args._resolved_attention_backends()))

@@ -139,6 +139,14 @@ def test_what_cannot_be_served_is_refused_with_the_flag_to_change(
     assert isinstance(refusal.value, (UsageError, IncompatibleError))
 
 
+def test_an_untested_release_is_refused_by_name(
+    resolve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(algorithm, "release", lambda: "0.5.23")
+    with pytest.raises(IncompatibleError, match=r"0\.5\.16 and 0\.5\.17, found 0\.5\.23"):
+        resolve(speculative_ddtree_budget=16)
+
+
 def test_incident_is_refused_where_the_kernel_would_write_out_of_bounds(
     resolve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
