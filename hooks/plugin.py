@@ -10,8 +10,9 @@ import os
 from collections.abc import Mapping
 
 from ddtree_guard.attention.backend import install
-from ddtree_guard.config import Backend, Config
-from ddtree_guard.errors import GuardError, IncompatibleError
+from ddtree_guard.config import Backend, Config, TreeConfig
+from ddtree_guard.ddtree import algorithm
+from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
 from ddtree_guard.hooks.facts import SUPPORTED, release
 from ddtree_guard.hooks.patching import PatchReport
 
@@ -39,7 +40,10 @@ def activate(env: Mapping[str, str]) -> PatchReport | None:
         log.warning("ddtree_guard: %s", warning)
     if config.backend is Backend.CORRECTED:
         check_host()
-    report = install(config.backend)
+    report = install(_choice(config.backend, TreeConfig.from_env(env)))
+    tree = algorithm.install()  # installs the backend choice itself where DDTREE is chosen
+    if tree is not None:
+        _INSTALLED.append(tree)
     if report is not None:
         _INSTALLED.append(report)
         log.info(
@@ -51,9 +55,22 @@ def activate(env: Mapping[str, str]) -> PatchReport | None:
     return report
 
 
+def _choice(backend: Backend, tree: TreeConfig) -> Backend:
+    """The backend to install. The incident is one of the stock backend."""
+    if not tree.incident:
+        return backend
+    if backend is Backend.CORRECTED:
+        raise UsageError(
+            "SGLANG_DDTREE_INCIDENT=on needs the stock backend, found "
+            "SGLANG_DDTREE_GUARD_BACKEND=corrected; unset one of them."
+        )
+    return Backend.STOCK
+
+
 def unload() -> tuple[str, ...]:
     """Undo every `load`; returns a sentence for each patch that somebody else has replaced."""
     kept: list[str] = []
+    algorithm.uninstall()
     while _INSTALLED:
         kept += _INSTALLED.pop().restore()
     return tuple(kept)
