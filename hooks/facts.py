@@ -15,6 +15,7 @@ from typing import Any
 from ddtree_guard.errors import IncompatibleError
 
 BUDGET = "speculative_ddtree_budget"
+VARIES = "speculative_ddtree_varies"  # true where a step may verify fewer rows than budget + 1
 ALGORITHM = "DDTREE"
 SUPPORTED = ">=0.5.12,<0.6"
 CLASS = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"

@@ -6,6 +6,7 @@ compares: lengths, offsets, masks and slots are taken as they are.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,17 @@ def read_step(
             release=release(),
             path=path,
         ),
-        contract=contract or contract_of(algorithm, facts, path, captured is not None),
+        contract=contract or _contract(spec, algorithm, facts, path, captured is not None),
     )
+
+
+def _contract(spec: Any, algorithm: str, facts: Facts, path: str, captured: bool) -> Contract:
+    """The table's contract. An eager batch may say that its mask lies in a longer buffer."""
+    contract = contract_of(algorithm, facts, path, captured)
+    if contract.mask_length == "capacity" or not getattr(spec, "mask_is_buffer", False):
+        return contract
+    why = "this step's mask lies in a longer buffer: its length is known on the device only"
+    return dataclasses.replace(contract, not_checked={**contract.not_checked, "M9": why})
 
 
 def host(value: Any, dtype: Any = None) -> Any:

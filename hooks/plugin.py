@@ -9,8 +9,9 @@ import logging
 from collections.abc import Mapping
 
 from ddtree_guard.attention.backend import install
-from ddtree_guard.config import PREFIX, Backend, Config, Mode, setting
-from ddtree_guard.errors import GuardError, IncompatibleError
+from ddtree_guard.config import PREFIX, Backend, Config, Mode, TreeConfig, setting
+from ddtree_guard.ddtree import algorithm
+from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
 from ddtree_guard.hooks.arm import GUARDS, scheduler_patch
 from ddtree_guard.hooks.facts import SUPPORTED, release
 from ddtree_guard.hooks.patching import PatchReport, apply
@@ -51,7 +52,11 @@ def activate(env: Mapping[str, str] | None = None) -> PatchReport | None:
         check_host()
     if config.mode is not Mode.OFF:
         _INSTALLED.append(_hook_scheduler(config))
-    report = install(config.backend)
+    tree_config = TreeConfig.from_env() if env is None else TreeConfig.from_env(env)
+    report = install(_choice(config.backend, tree_config))
+    tree = algorithm.install()  # installs the backend choice itself where DDTREE is chosen
+    if tree is not None:
+        _INSTALLED.append(tree)
     if report is not None:
         _INSTALLED.append(report)
         log.info(
@@ -73,11 +78,24 @@ def _hook_scheduler(config: Config) -> PatchReport:
         ) from error
 
 
+def _choice(backend: Backend, tree: TreeConfig) -> Backend:
+    """The backend to install. The incident is one of the stock backend."""
+    if not tree.incident:
+        return backend
+    if backend is Backend.CORRECTED:
+        raise UsageError(
+            "SGLANG_DDTREE_INCIDENT=on needs the stock backend, found "
+            "SGLANG_DDTREE_GUARD_BACKEND=corrected; unset one of them."
+        )
+    return Backend.STOCK
+
+
 def unload() -> tuple[str, ...]:
     """Undo every `load`; returns a sentence for each patch that somebody else has replaced."""
     kept: list[str] = []
     while GUARDS:
         kept += GUARDS.pop().remove()
+    algorithm.uninstall()
     while _INSTALLED:
         kept += _INSTALLED.pop().restore()
     return tuple(kept)

@@ -18,7 +18,15 @@ from typing import Any
 
 from ddtree_guard.config import Backend
 from ddtree_guard.errors import IncompatibleError
-from ddtree_guard.hooks.facts import ALGORITHM, BUDGET, CLASS, Facts, facts_of, stated_width
+from ddtree_guard.hooks.facts import (
+    ALGORITHM,
+    BUDGET,
+    CLASS,
+    VARIES,
+    Facts,
+    facts_of,
+    stated_width,
+)
 from ddtree_guard.hooks.patching import Original, Patch, PatchReport, apply
 
 # Persistent buffers with one entry per row: stock sizes them by max_num_tokens, and so must we.
@@ -108,7 +116,7 @@ def needs_correction(model_runner: Any, facts: Facts) -> bool:
         return False
     args = model_runner.server_args
     stock = int(args.speculative_num_draft_tokens or 0)
-    if not facts.follows_batch and stock != w:
+    if not facts.follows_batch and (stock != w or getattr(args, VARIES, False)):
         return True
     context = int(model_runner.model_config.context_len)
     graphs = not getattr(args, "disable_cuda_graph", False)
