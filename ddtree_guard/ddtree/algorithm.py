@@ -175,7 +175,7 @@ def resolve_arguments(server_args: Any, dflash: Any) -> None:
     server_args.speculative_dflash_block_size = block
     server_args.speculative_num_draft_tokens = max(budget + 1, block)
     setattr(server_args, BUDGET, budget)
-    setattr(server_args, VARIES, True)  # requests may ask for less: see worker.REQUEST_KEY
+    setattr(server_args, VARIES, True)  # requests may ask for less: see limits.REQUEST_KEY
 
 
 def _requested_budget(server_args: Any) -> int | None:

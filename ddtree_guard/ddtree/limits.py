@@ -7,6 +7,8 @@ from typing import Any
 from ddtree_guard.ddtree.tree import BUDGET_MAX, DEPTH_MAX
 from ddtree_guard.errors import IncompatibleError, UsageError
 
+REQUEST_KEY = "ddtree_budget"  # in a request's custom_params: a smaller budget for its steps
+
 # (argument, values that are fine, what DDTREE needs, the flag to change)
 _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("page_size", (None, 1), "one token per KV page", "set --page-size 1"),
@@ -103,6 +105,9 @@ def refuse_request(req: Any) -> str | None:
     for name in ("json_schema", "regex", "ebnf", "structural_tag"):
         if getattr(params, name, None) is not None:
             return f"DDTREE does not support grammar-constrained decoding; drop {name}."
+    asked = (getattr(params, "custom_params", None) or {}).get(REQUEST_KEY, 1)
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        return f"custom_params.{REQUEST_KEY} must be a whole number of at least 1, found {asked!r}."
     # Penalties depend on the path to a node, which differs from row to row of a tree.
     for name, neutral in (
         ("frequency_penalty", 0.0),

@@ -37,14 +37,12 @@ from ddtree_guard.attention.backend import graph_mask, is_corrected
 from ddtree_guard.config import TreeConfig
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
 from ddtree_guard.ddtree.choose import choose
-from ddtree_guard.ddtree.limits import check_arguments, check_model
+from ddtree_guard.ddtree.limits import REQUEST_KEY, check_arguments, check_model
 from ddtree_guard.ddtree.propose import Proposer
 from ddtree_guard.ddtree.tree import TOP_K_MAX, Trees, default_top_k
 from ddtree_guard.ddtree.verify import Accepted
 from ddtree_guard.errors import IncompatibleError, UsageError
 from ddtree_guard.hooks.facts import BUDGET, facts_of
-
-REQUEST_KEY = "ddtree_budget"  # in a request's custom_params: a smaller budget for its steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,7 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         for req in batch.reqs or ():
             params = req.sampling_params.custom_params
             if isinstance(params, dict) and REQUEST_KEY in params:
-                asked.append(max(1, int(params[REQUEST_KEY])))
+                asked.append(params[REQUEST_KEY])
         return min(asked)
 
     def _backend_follows(self) -> bool:

@@ -175,7 +175,7 @@ def request(**changes: Any) -> Any:
     params = {
         "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
         "min_new_tokens": 0, "json_schema": None, "regex": None, "ebnf": None,
-        "structural_tag": None,
+        "structural_tag": None, "custom_params": None,
     }  # fmt: skip
     plain = {"return_logprob": False, "return_hidden_states": False}
     params |= {k: v for k, v in changes.items() if k in params}
@@ -189,6 +189,7 @@ def request(**changes: Any) -> Any:
         {"return_logprob": True}, {"return_hidden_states": True}, {"json_schema": "{}"},
         {"regex": "a+"}, {"frequency_penalty": 0.1}, {"presence_penalty": -1.0},
         {"repetition_penalty": 1.1}, {"min_new_tokens": 2}, {"custom_logit_processor": "x"},
+        {"custom_params": {"ddtree_budget": "many"}}, {"custom_params": {"ddtree_budget": 0}},
     ],
 )  # fmt: skip
 def test_requests_that_a_tree_cannot_serve_are_refused_by_name(
