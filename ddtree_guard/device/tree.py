@@ -15,8 +15,8 @@ import triton.language as tl
 
 @triton.jit
 def parents_kernel(
-    child: Any, sibling: Any, parents: Any, depths: Any, w: tl.int32, W: tl.constexpr,
-    ROUNDS: tl.constexpr, ROWS: tl.constexpr,
+    child: tl.tensor, sibling: tl.tensor, parents: tl.tensor, depths: tl.tensor, w: tl.int32,
+    W: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid (requests,). Links that lead backwards or out of the tree are not followed."""
     lane = tl.program_id(0).to(tl.int64)

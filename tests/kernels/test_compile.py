@@ -15,8 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
+from ddtree_guard.device.tree import parents_kernel
 
 OTHERS = {"logp_ptr": "*fp32", "lens_ptr": "*i64", "mask_ptr": "*u8", "buffers_ptr": "*u64"}
+OTHERS |= {"child": "*i64", "sibling": "*i64", "parents": "*i32", "depths": "*i32"}
 
 def build(kernel, constants, **options):
     kinds = {}
@@ -32,6 +34,8 @@ build(tree_kernel._search_kernel, {"ROWS": 1024, "PADDED": 2048}, num_warps=4)
 build(tree_kernel._mask_kernel, {"COLUMNS": 256, "LANES": 16, "WITH_MASK": True})
 build(verify_kernel._walk_kernel, {"PADDED": 32, "COLUMNS": 8})
 build(verify_kernel._move_kernel, {"COLUMNS": 8, "TILE": 1024})
+build(parents_kernel, {"W": 16, "ROUNDS": 4, "ROWS": 16})
+build(parents_kernel, {"W": 2048, "ROUNDS": 11, "ROWS": 16})
 print("compiled")
 """
 
