@@ -1,4 +1,4 @@
-"""Configuration. This is the only file that reads the environment."""
+"""Configuration. This is the only file that touches the environment."""
 
 from __future__ import annotations
 
@@ -207,3 +207,8 @@ def _unknown(env: Mapping[str, str]) -> tuple[str, ...]:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             warnings.append(f"{name} is not a variable of the guard; did you mean {near[0]}?")
     return tuple(warnings)
+
+
+def export(**values: str) -> None:
+    """Set environment variables of this process, for what it imports and starts from now on."""
+    os.environ.update(values)

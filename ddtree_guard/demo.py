@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ddtree_guard.config import Config, export
 from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
@@ -81,10 +82,12 @@ class Result:
 
     @property
     def telling(self) -> Finding | None:
-        """The first finding that states both widths, the batch's and the backend's."""
+        """The first finding that names a request and both widths, the batch's and the backend's."""
         numbers = {str(self.step.w), str(BLOCK)}
         for finding in self.findings:
-            if numbers <= set(re.findall(r"\d+", f"{finding.headline} {finding.equation}")):
+            if finding.request is not None and numbers <= set(
+                re.findall(r"\d+", f"{finding.headline} {finding.equation}")
+            ):
                 return finding
         return None
 
@@ -176,9 +179,11 @@ def load_sglang() -> None:
 
     Raises IncompatibleError when SGLang did not call the plugin: it swallows plugin errors.
     """
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
-    os.environ["SGLANG_PLUGINS"] = "ddtree_guard"
-    os.environ["SGLANG_DDTREE_GUARD_BACKEND"] = "corrected"
+    export(  # before the first import of triton
+        TRITON_INTERPRET="1",
+        SGLANG_PLUGINS="ddtree_guard",
+        SGLANG_DDTREE_GUARD_BACKEND="corrected",
+    )
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.plugins import load_plugins
 
@@ -218,7 +223,6 @@ def draft_width() -> int:
 
 def write_dump(results: list[Result], out: str | None) -> Path:
     """Dump the faulty steps with their findings. Raises UsageError if `out` cannot be written."""
-    from ddtree_guard.config import Config
     from ddtree_guard.dump.write import DumpWriter
 
     faulty = [result for result in results if result.findings] or results[:1]

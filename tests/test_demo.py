@@ -121,8 +121,16 @@ def test_synthetic_results_come_out_as_expected() -> None:
         (1, {"wrong_rows": 0}),
         (1, {"findings": ()}),
         (1, {"findings": tuple(f for f in RESULTS[1].findings if f.rule == "W3")}),
+        (1, {"findings": (dataclasses.replace(RESULTS[1].telling, request=None),)}),  # type: ignore[type-var]
     ],
-    ids=["wrong row", "false alarm", "no wrong row", "silent guard", "without the two widths"],
+    ids=[
+        "wrong row",
+        "false alarm",
+        "no wrong row",
+        "silent guard",
+        "without the two widths",
+        "without the request",
+    ],
 )
 def test_a_result_that_departs_is_noticed(at: int, changes: dict[str, Any]) -> None:
     assert not dataclasses.replace(RESULTS[at], **changes).as_expected

@@ -21,7 +21,6 @@ def test_rule_pages_are_current() -> None:
 def test_a_rule_has_a_whole_page_and_a_fault(rule: Rule) -> None:
     assert [heading for heading in HEADINGS if f"\n{heading}: " not in rule.page] == []
     assert rule.statement.endswith(".")
-    assert rule.needs
     assert rule.id in FAULTS
 
 

@@ -51,6 +51,11 @@ def sections(rule: Rule) -> dict[str, str]:
     return {heading: " ".join(filter(None, lines)) for heading, lines in found.items()}
 
 
+def reads(rule: Rule) -> list[str]:
+    """The Step fields that the rule cannot do without, or words where it takes what there is."""
+    return list(rule.needs) or ["whatever the step holds"]
+
+
 def facts(rule: Rule) -> dict[str, Any]:
     """The rule as JSON values."""
     return {

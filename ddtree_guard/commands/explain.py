@@ -8,7 +8,7 @@ import os
 import textwrap
 from typing import Any
 
-from ddtree_guard.commands.catalogue import facts, find, sections
+from ddtree_guard.commands.catalogue import facts, find, reads, sections
 from ddtree_guard.render import parse_line
 from ddtree_guard.rule import Rule
 
@@ -37,7 +37,7 @@ def page(rule: Rule) -> str:
     lines = [head, "=" * len(head), *textwrap.wrap(parts.pop("Statement"), _WIDTH), where, ""]
     for heading, text in parts.items():
         lines += textwrap.wrap(f"{heading}: {text}", _WIDTH, subsequent_indent="  ")
-    lines += textwrap.wrap(f"Reads: {', '.join(rule.needs)}", _WIDTH, subsequent_indent="  ")
+    lines += textwrap.wrap(f"Reads: {', '.join(reads(rule))}", _WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
 
 

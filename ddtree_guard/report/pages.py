@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ddtree_guard.commands.catalogue import sections
+from ddtree_guard.commands.catalogue import reads, sections
 from ddtree_guard.render import block
 from ddtree_guard.rule import Rule
 from ddtree_guard.testing.examples import example
@@ -32,7 +32,7 @@ def page(rule: Rule) -> str:
     ]  # fmt: skip
     for heading, text in parts.items():
         lines += [f"**{heading}.** {text[:1].upper()}{text[1:]}", ""]
-    lines += [f"**Reads.** {', '.join(f'`{name}`' for name in rule.needs)}", ""]
+    lines += [f"**Reads.** {', '.join(f'`{name}`' for name in reads(rule))}", ""]
     shown = example(rule)
     if shown is not None:
         lines += ["**Message.**", "", "```", block(*shown), "```", ""]
