@@ -107,6 +107,8 @@ class Mask:
     columns. `present` False means the kernel got no mask. `rids` are the request ids that the
     builder used. `row_stride` is the builder's row length per request.
     `window` (tokens) and `window_start` (first kept column) describe a sliding window.
+    `tree_bits` are the tree columns alone, at the offsets that the kernel uses, eight to a byte,
+    lowest bit first: what the ring keeps of a mask.
     """
 
     cells: Array = _array("*")
@@ -116,6 +118,7 @@ class Mask:
     rids: tuple[str, ...] | None = None
     window: Int = None
     window_start: Array = _array("bs")
+    tree_bits: Array = _array("bs", "w", "*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +246,25 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """The operands and rows of the verify attention of one layer (capture `qkv` only).
+
+    `q` and `output` are (bs*w, heads, dim), `k` and `v` (bs*w, kv_heads, dim); `k_prefix` and
+    `v_prefix` (sum of s, kv_heads, dim) hold the committed tokens, requests end to end. bfloat16
+    is kept as float32, which holds it exactly.
+    """
+
+    q: Array = _array("*", "*", "*")
+    k: Array = _array("*", "*", "*")
+    v: Array = _array("*", "*", "*")
+    k_prefix: Array = _array("*", "*", "*")
+    v_prefix: Array = _array("*", "*", "*")
+    output: Array = _array("*", "*", "*")
+    scale: float | None = None
+    layer: Int = None
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What the deployment can hold, in tokens, rows or ids; and what the backend supports."""
 
@@ -296,6 +318,7 @@ class Step:
     slots: Slots = field(default_factory=Slots)
     graph: Graph = field(default_factory=Graph)
     outcome: Outcome = field(default_factory=Outcome)
+    attention: Attention = field(default_factory=Attention)
     limits: Limits = field(default_factory=Limits)
     who: Who = field(default_factory=Who)
     contract: Contract = field(default_factory=Contract)
@@ -359,8 +382,8 @@ def _shape(wanted: tuple[int | None, ...]) -> str:
 
 PARTS: Mapping[str, type] = {
     "widths": Widths, "layout": Layout, "mask": Mask, "tree": Tree, "positions": Positions,
-    "slots": Slots, "graph": Graph, "outcome": Outcome, "limits": Limits, "who": Who,
-    "contract": Contract,
+    "slots": Slots, "graph": Graph, "outcome": Outcome, "attention": Attention,
+    "limits": Limits, "who": Who, "contract": Contract,
 }  # fmt: skip
 
 ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {

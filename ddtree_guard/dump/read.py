@@ -28,6 +28,7 @@ _BLOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.safetensors")
 _TYPES: dict[str, type] = {
     "schema": str, "created": str, "versions": dict, "config": dict, "redacted": bool,
     "cannot_recheck": dict, "blobs": dict, "steps": list, "findings": list, "steps_left_out": int,
+    "trigger": dict, "requests": list, "doctor": list,
 }  # fmt: skip
 
 
