@@ -198,7 +198,11 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A CUDA graph's birth certificate (`born_*`) beside what is true at this replay (`live_*`)."""
+    """A CUDA graph's birth certificate (`born_*`) beside what is true at this replay (`live_*`).
+
+    `prompt_left` counts each request's prompt tokens not yet processed. `output_marks` maps an
+    output to its fingerprint right after the replay and before its last use.
+    """
 
     born_key: Mapping[str, Any] | None = None
     live_key: Mapping[str, Any] | None = None
@@ -207,6 +211,8 @@ class Graph:
     num_tokens: Int = None
     batch_sizes: tuple[int, ...] = ()  # captured bucket sizes
     generation: Int = None  # this step's generation number
+    prompt_left: Array = _array("bs")
+    output_marks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +291,20 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """What both checkers said of this step: ids of broken rules that both could judge.
+
+    `hot` by the device kernel, `cold` by the NumPy rules; `partial` are rules of which the device
+    reads a sample; `first` is the device's first offender (request, row) per rule.
+    """
+
+    hot: tuple[str, ...] | None = None
+    cold: tuple[str, ...] | None = None
+    partial: tuple[str, ...] = ()
+    first: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Who:
     """Whose step this is."""
 
@@ -320,6 +340,7 @@ class Step:
     outcome: Outcome = field(default_factory=Outcome)
     attention: Attention = field(default_factory=Attention)
     limits: Limits = field(default_factory=Limits)
+    device: Device = field(default_factory=Device)
     who: Who = field(default_factory=Who)
     contract: Contract = field(default_factory=Contract)
 
@@ -382,8 +403,8 @@ def _shape(wanted: tuple[int | None, ...]) -> str:
 
 PARTS: Mapping[str, type] = {
     "widths": Widths, "layout": Layout, "mask": Mask, "tree": Tree, "positions": Positions,
-    "slots": Slots, "graph": Graph, "outcome": Outcome, "attention": Attention,
-    "limits": Limits, "who": Who, "contract": Contract,
+    "slots": Slots, "graph": Graph, "outcome": Outcome, "attention": Attention, "limits": Limits,
+    "device": Device, "who": Who, "contract": Contract,
 }  # fmt: skip
 
 ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {
