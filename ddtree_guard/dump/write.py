@@ -129,9 +129,7 @@ class DumpWriter:
             os.makedirs(folder, mode=0o700, exist_ok=True)
         manifest = self._manifest(coded[dropped:], findings, notes) | {"steps_left_out": dropped}
         final = self._publish(_name(steps[-1], rule), coded[dropped:], manifest)
-        rotate(
-            self.config.dump_dir, final, self.config.dump_keep, self.config.dump_max_mb << 20
-        )
+        rotate(self.config.dump_dir, final, self.config.dump_keep, self.config.dump_max_mb << 20)
         return final
 
     def _surplus(self, coded: Sequence[_Coded]) -> int:
