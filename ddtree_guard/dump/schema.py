@@ -32,6 +32,7 @@ MAX_MANIFEST = 32 << 20  # bytes
 MAX_HEADER = 4 << 20  # bytes of one safetensors header
 MAX_BLOB = 1 << 30  # bytes of one safetensors file
 MAX_STEPS = 4096
+MAX_TRAILS = 64 << 20  # bytes of one trail file
 MAX_NAME = 256  # characters of an array name
 MAX_DIMS = 4
 MAX_LANES = 16_384  # requests of a step
