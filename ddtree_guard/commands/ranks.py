@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-from collections import Counter
 from typing import Any
 
 from ddtree_guard.dump.compare import OF_A_RANK, WHOSE, Difference, differences
@@ -13,7 +11,6 @@ from ddtree_guard.dump.find import find_dumps
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import DumpError, UsageError
 from ddtree_guard.render import plain
-from ddtree_guard.step import Step
 
 SKIP = (*WHOSE, *OF_A_RANK, "slots.pools", "contract.not_checked")
 Place = tuple[Dump, int]
@@ -61,38 +58,22 @@ def index(folder: str) -> tuple[dict[tuple[str, int], dict[str, Place]], list[st
 
 def compare(key: tuple[str, int], found: dict[str, Place]) -> dict[str, Any] | None:
     """The rank that departs from most others in this step and how, or None."""
-    steps = {rank: dump.step(at) for rank, (dump, at) in found.items()}
-    digests = {rank: digest(step) for rank, step in steps.items()}
-    common, count = Counter(digests.values()).most_common(1)[0]
-    if count == len(steps):
+    steps = {rank: dump.step(at) for rank, (dump, at) in sorted(found.items())}
+    groups: list[list[str]] = []  # ranks that hold the same
+    for rank, step in steps.items():
+        for group in groups:
+            if next(differences(steps[group[0]], step, SKIP), None) is None:
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    if len(groups) == 1:
         return None
-    usual = next(rank for rank, d in digests.items() if d == common)
-    rank = next(rank for rank in sorted(steps) if digests[rank] != common)
-    first = next(differences(steps[usual], steps[rank], SKIP), None)
-    assert first is not None  # the digests cover the same fields
-    return {"step": key[1], "worker": key[0], "rank": rank, "usual": usual, "agree": count,
-            "ranks": len(steps), "first": first}  # fmt: skip
-
-
-def digest(step: Step) -> str:
-    """A hash over everything that ranks must agree on."""
-    whole = hashlib.sha256(f"{step.bs} {step.padded_bs}".encode())
-    empty = Step(step.bs, step.padded_bs, step.widths)
-    for one in differences(empty, step, SKIP):
-        path = one.where.split("[")[0].split(" shape")[0]
-        whole.update(f"{one.where} {one.b}".encode(errors="replace"))
-        value = _value(step, path)
-        if hasattr(value, "tobytes"):
-            whole.update(value.tobytes())
-    whole.update(repr(step.widths).encode(errors="replace"))
-    return whole.hexdigest()
-
-
-def _value(step: Step, path: str) -> Any:
-    try:
-        return step.get(path)
-    except AttributeError:  # a key of a mapping: its value is in the difference's words
-        return None
+    usual = max(groups, key=len)
+    rank = next(group[0] for group in groups if group is not usual)
+    first = next(differences(steps[usual[0]], steps[rank], SKIP))
+    return {"step": key[1], "worker": key[0], "rank": rank, "usual": usual[0],
+            "agree": len(usual), "ranks": len(steps), "first": first}  # fmt: skip
 
 
 def _text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ class Answer:
     """The trails of one request by process, and what was looked through."""
 
     trails: dict[str, Trail] = field(default_factory=dict)
-    requests: set[str] = field(default_factory=set)
+    others: int = 0
     hashed: bool = False
     refused: list[str] = field(default_factory=list)
     looked: int = 0
@@ -53,7 +54,7 @@ def look(folder: str, rid: str) -> Answer:
     answer = Answer()
     parts: dict[str, dict[float, Trail]] = {}
     for process, trail, hashed in _all(folder, answer):
-        answer.requests.add(trail.rid)
+        answer.others += trail.rid != rid
         answer.hashed |= hashed
         if trail.rid == rid:
             mine = parts.setdefault(process, {})
@@ -64,25 +65,25 @@ def look(folder: str, rid: str) -> Answer:
     return answer
 
 
-def _all(folder: str, answer: Answer) -> list[tuple[str, Trail, bool]]:
-    found: list[tuple[str, Trail, bool]] = []
+def _all(folder: str, answer: Answer) -> Iterator[tuple[str, Trail, bool]]:
     for path in [*find_trails(folder), *find_dumps(folder)]:
         name = _PROCESS.search(path.name)
         process = name.group(1) if name else path.name
         try:
             if path.name.startswith("trail_"):
-                found += [(process, t, hashed) for t, hashed in read_trails(path.parent, path.name)]
+                for trail, hashed in read_trails(path.parent, path.name):
+                    yield process, trail, hashed
             else:
                 dump = Dump(path)
-                found += [(process, trail, dump.redacted) for trail in dump.requests()]
+                for trail in dump.requests():
+                    yield process, trail, dump.redacted
             answer.looked += 1
         except DumpError as error:
             answer.refused.append(f"{path.name} was left out: {error}")
-    return found
 
 
 def _unknown(rid: str, folder: str, answer: Answer) -> str:
-    known = f"{len(answer.requests)} other requests" if answer.requests else "no request"
+    known = f"{answer.others} trails of others" if answer.others else "no trail at all"
     text = f"request {rid!r} was expected in {folder!r}, found {known}"
     if answer.hashed and not rid.startswith("r-"):
         return (

@@ -7,6 +7,7 @@ each step is read when it is asked for. Whatever is wrong becomes one DumpError 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -26,6 +27,7 @@ from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 _BLOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.safetensors")
+_HOLES, _RATIO = 1 << 20, 64  # a small sparse file must not take a gigabyte of memory
 _WHO: dict[str, type] = {"rank": str, "worker": str, "step_id": int}
 _TRIGGER: dict[str, type] = {"kind": str, "why": str, "suppressed": int, "ring_dropped": int}
 _TYPES: dict[str, type] = {
@@ -131,6 +133,11 @@ def _read_file(folder: Path, name: str, limit: int, expected: int | None = None)
             if status.st_size > limit or expected not in (None, status.st_size):
                 wanted = f"at most {limit}" if expected is None else str(expected)
                 raise DumpError(f"{name} has {status.st_size} bytes, expected {wanted}.")
+            if status.st_size > _HOLES and status.st_blocks * 512 * _RATIO < status.st_size:
+                raise DumpError(
+                    f"{name} is mostly holes: {status.st_size} bytes, {status.st_blocks * 512} on "
+                    "disk; if it is sound, copy the dump with `cp --sparse=never`."
+                )
             return file.read(status.st_size + 1)[: status.st_size]
     except FileNotFoundError:
         raise DumpError(_missing(folder, name)) from None
@@ -143,19 +150,20 @@ def _read_file(folder: Path, name: str, limit: int, expected: int | None = None)
         os.close(directory)
 
 
-def read_trails(folder: Path, name: str) -> list[tuple[Trail, bool]]:
+def read_trails(folder: Path, name: str) -> Iterator[tuple[Trail, bool]]:
     """The trails of a trail file, each with whether its rid is hashed. Raises DumpError.
 
     A last line that was cut off when the process died is left out.
     """
-    lines = _read_file(folder, name, schema.MAX_TRAILS).split(b"\n")
-    found = []
-    for line in lines[:-1]:
+    for line in io.BytesIO(_read_file(folder, name, schema.MAX_TRAILS)):
+        if not line.endswith(b"\n"):
+            return
+        if len(line) > schema.MAX_LINE:
+            raise DumpError(f"{name} has a line of {len(line)} bytes, more than any trail takes.")
         data = _json(line, name)
         if not isinstance(data, dict) or data.get("schema") != TRAIL_SCHEMA:
             raise DumpError(f"{name} holds a line that is not of schema {TRAIL_SCHEMA!r}.")
-        found.append((trail_from_json(data.get("request")), data.get("redacted") is True))
-    return found
+        yield trail_from_json(data.get("request")), data.get("redacted") is True
 
 
 def _missing(folder: Path, name: str) -> str:

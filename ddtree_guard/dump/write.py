@@ -32,7 +32,7 @@ import ddtree_guard
 from ddtree_guard.config import Capture, Config, RuleSelection
 from ddtree_guard.dump.redact import QKV_REFUSED, Redactor, unchecked
 from ddtree_guard.dump.rotate import TEMPORARY, rotate
-from ddtree_guard.dump.schema import MANIFEST, SCHEMA, encode
+from ddtree_guard.dump.schema import MANIFEST, MAX_MANIFEST, SCHEMA, encode
 from ddtree_guard.errors import GuardError, UsageError
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
@@ -134,16 +134,18 @@ class DumpWriter:
 
     def _surplus(self, coded: Sequence[_Coded]) -> int:
         """How many of the oldest steps must be left out."""
-        limit, total = self.config.dump_max_mb << 20, 0
+        limit, total, words = self.config.dump_max_mb << 20, 0, 0
         for at in range(len(coded) - 1, -1, -1):
             total += coded[at].nbytes
-            if total > limit:
-                if at == len(coded) - 1:
-                    raise DumpTooLarge(
-                        f"one step takes {total >> 20} MB, more than "
-                        f"SGLANG_DDTREE_GUARD_DUMP_MAX_MB={self.config.dump_max_mb}."
-                    )
-                return at + 1
+            words += coded[at].words
+            if total <= limit and words <= MAX_MANIFEST // 2:  # the rest is for trails
+                continue
+            if at == len(coded) - 1:
+                raise DumpTooLarge(
+                    f"one step takes {total >> 20} MB, more than "
+                    f"SGLANG_DDTREE_GUARD_DUMP_MAX_MB={self.config.dump_max_mb}."
+                )
+            return at + 1
         return 0
 
     def _publish(self, name: str, coded: Sequence[_Coded], manifest: dict[str, Any]) -> Path:
@@ -198,6 +200,7 @@ class _Coded:
         self.arrays: dict[str, Any] = {}
         self.data = encode(step, "", self.arrays)
         self.nbytes = sum(array.nbytes for array in self.arrays.values())
+        self.words = 2 * len(json.dumps(self.data)) + 100 * len(self.arrays)  # indented
 
     def blob(self) -> bytes:
         return bytes(safetensors.numpy.save(self.arrays))
