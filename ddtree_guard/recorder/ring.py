@@ -27,9 +27,10 @@ FIELDS: Mapping[str, str] = {
     "layout.qo_indptr": "L+1", "layout.kv_indptr": "L+1", "layout.mask_indptr": "L+1",
     "layout.prefix_lens": "L", "tree.sizes": "L", "tree.tokens": "L*w", "tree.parents": "L*w",
     "positions.values": "L*w", "slots.out_cache_loc": "L*w", BITS: "L*w*words",
-    "outcome.accept_lens": "L", "outcome.accept_index": "L*w", "outcome.predict": "L*w",
-    "outcome.committed": "L*w",
+    "outcome.accept_lens": "L", "outcome.accept_index": "L*path", "outcome.predict": "L*w",
+    "outcome.committed": "L*path",
 }  # fmt: skip
+PATH = 16  # columns of an accepted path that have room; a longer one is left out
 OUTCOME = tuple(path for path in FIELDS if path.startswith("outcome."))
 
 
@@ -40,7 +41,8 @@ def bit_words(w: int) -> int:
 
 def room(lanes: int, w: int) -> dict[str, tuple[int, int]]:
     """Field to (first word, words) of a slot for `lanes` requests of `w` rows."""
-    sizes = {"L": lanes, "L+1": lanes + 1, "L*w": lanes * w, "L*w*words": lanes * w * bit_words(w)}
+    sizes = {"L": lanes, "L+1": lanes + 1, "L*w": lanes * w, "L*path": lanes * PATH}
+    sizes["L*w*words"] = lanes * w * bit_words(w)
     places, at = {}, HEADER
     for path, size in FIELDS.items():
         places[path] = (at, sizes[size])
@@ -116,7 +118,7 @@ class Ring:
         self._slots[at] = None  # a snapshot taken meanwhile must not see half a step
         kinds = {}
         for path, value in values.items():
-            if value is not None:
+            if value is not None and value.size <= self.places[path][1]:
                 kinds[path] = self._copy(at, path, value)
         self._copy_bits(at, step, kinds)
         self.written += 1
@@ -162,7 +164,11 @@ class Ring:
 
     def _takes(self, step: Step, values: Mapping[str, Any]) -> bool:
         return self.fits(step.padded_bs, step.w) and all(
-            value is None or (value.size <= self.places[path][1] and value.dtype.kind in "iub")
+            value is None
+            or (
+                value.dtype.kind in "iub"
+                and (value.size <= self.places[path][1] or path in OUTCOME)
+            )
             for path, value in values.items()
         )
 
