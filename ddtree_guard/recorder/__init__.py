@@ -104,14 +104,18 @@ class Recorder:
         self.ran(step.who.rids, step.w, checked)
 
     def _grow(self, step: Step) -> None:
-        """A ring that holds larger steps; those kept so far are counted as dropped."""
+        """A ring that holds larger steps, with those kept so far: widths change at run time."""
         old = self.ring
+        kept = [] if old is None else old.snapshot()
         lanes, w = step.padded_bs, step.w
-        lost = 0 if old is None else min(old.written, old.steps) + old.dropped
         if old is not None:
             lanes, w = max(lanes, old.lanes), max(w, old.w)
-        self.open_ring(lanes, w).dropped = lost
+        ring = self.open_ring(lanes, w)
+        ring.dropped = 0 if old is None else old.dropped
         self._numbers.clear()
+        for one in kept:
+            if ring.put(one):
+                self._remember(one.who.step_id)
 
     @_harmless
     def packed(

@@ -110,8 +110,10 @@ def test_a_larger_step_makes_a_larger_ring(recorder: Recorder) -> None:
     recorder.step(step(1))
     recorder.step(sound_step(2, lens=LENS * 2, w=33).replace(who__step_id=2))
     assert recorder.ring is not None
-    assert [s.who.step_id for s in recorder.ring.snapshot()] == [2]
-    assert recorder.ring.dropped == 1
+    small, large = recorder.ring.snapshot()
+    assert (small.who.step_id, small.w, large.who.step_id, large.w) == (1, 17, 2, 33)
+    assert np.array_equal(small.tree.tokens, step(1).tree.tokens)
+    assert recorder.ring.dropped == 0
 
 
 def test_the_outcome_reaches_the_ring_and_the_trail(recorder: Recorder) -> None:
