@@ -8,6 +8,7 @@ question does not fit the dump); anything else is a failure.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import io
@@ -17,6 +18,7 @@ import random
 import shutil
 import struct
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,7 +174,8 @@ class Watch:
     _hooked = False
 
     def __init__(self, root: Path) -> None:
-        self.allowed = (str(root / "out"), "/tmp/ddtree-guard-", "/dev/null")
+        temporary = os.path.join(tempfile.gettempdir(), "ddtree-guard-")
+        self.allowed = (str(root / "out"), temporary, "/dev/null")
         self.events: list[str] = []
 
     def __enter__(self) -> Watch:
@@ -336,7 +339,7 @@ def _poison(value: Any, rng: random.Random, same_kind: bool = False) -> None:
         if isinstance(value, dict) and rng.random() < 0.1:
             del value[key]
         elif odd:
-            value[key] = rng.choice(odd)
+            value[key] = copy.deepcopy(rng.choice(odd))  # a later lie may change it again
         return
 
 
