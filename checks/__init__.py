@@ -1,6 +1,17 @@
 """The rule catalogue. Ids are stable and never reused; order is the order of reports."""
 
-from ddtree_guard.checks import accept, config, graph, kv, logits, mask, positions, tree, width
+from ddtree_guard.checks import (
+    accept,
+    config,
+    device,
+    graph,
+    kv,
+    logits,
+    mask,
+    positions,
+    tree,
+    width,
+)
 from ddtree_guard.rule import Rule
 
 ALL: tuple[Rule, ...] = (
@@ -13,4 +24,5 @@ ALL: tuple[Rule, ...] = (
     *graph.RULES,
     *accept.RULES,
     *logits.RULES,
+    *device.RULES,
 )

@@ -64,7 +64,42 @@ def build_parser() -> argparse.ArgumentParser:
     show.add_argument("dump", metavar="DUMP", help="the dump folder")
     show.add_argument("--step", type=int, metavar="N", help="index into the dump, from 0")
     show.add_argument("--request", type=int, metavar="N", help="request index within the batch")
+
+    _more_on_dumps(commands)
     return parser
+
+
+def _more_on_dumps(commands: argparse._SubParsersAction[_Parser]) -> None:
+    report = _command(commands, "report", "commands.report", "one HTML page about a dump")
+    report.add_argument("dump", metavar="DUMP", help="the dump folder")
+    report.add_argument("-o", "--out", metavar="FILE", default="report.html", help="%(default)s")
+
+    diff = _command(commands, "diff", "commands.diff", "where two dumps differ first, by meaning")
+    diff.add_argument("a", metavar="A", help="a dump folder")
+    diff.add_argument("b", metavar="B", help="another one")
+
+    ranks = _command(commands, "ranks", "commands.ranks", "the first rank that departs from others")
+    ranks.add_argument("dir", metavar="DIR", help="a folder with dumps of all ranks")
+
+    request = _command(commands, "request", "commands.request", "how the steps of a request went")
+    request.add_argument("rid", metavar="RID", help="the request id")
+    request.add_argument(
+        "dir", metavar="DIR", nargs="?", help="the dump folder's root (default: as configured)"
+    )
+
+    recompute = _command(
+        commands, "recompute", "commands.recompute", "recorded rows against dense attention"
+    )
+    recompute.add_argument("dump", metavar="DUMP", help="a dump captured with qkv")
+    recompute.add_argument("--tolerance", type=float, default=0.02, metavar="X", help="%(default)s")
+    recompute.add_argument("--kernel", action="store_true", help="run SGLang's kernel as well")
+
+    bundle = _command(commands, "bundle", "commands.bundle", "a dump made safe for a public issue")
+    bundle.add_argument("dump", metavar="DUMP", help="the dump folder")
+    bundle.add_argument("-o", "--out", metavar="FILE", help="default: the dump's name with .zip")
+
+    dump = _command(commands, "dump", "commands.ask", "ask a running scheduler for a dump")
+    dump.add_argument("--pid", type=int, required=True, help="its process id")
 
 
 def _command(

@@ -107,6 +107,8 @@ class Mask:
     columns. `present` False means the kernel got no mask. `rids` are the request ids that the
     builder used. `row_stride` is the builder's row length per request.
     `window` (tokens) and `window_start` (first kept column) describe a sliding window.
+    `tree_bits` are the tree columns alone, at the offsets that the kernel uses, eight to a byte,
+    lowest bit first: what the ring keeps of a mask.
     """
 
     cells: Array = _array("*")
@@ -116,6 +118,7 @@ class Mask:
     rids: tuple[str, ...] | None = None
     window: Int = None
     window_start: Array = _array("bs")
+    tree_bits: Array = _array("bs", "w", "*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,11 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A CUDA graph's birth certificate (`born_*`) beside what is true at this replay (`live_*`)."""
+    """A CUDA graph's birth certificate (`born_*`) beside what is true at this replay (`live_*`).
+
+    `prompt_left` counts each request's prompt tokens not yet processed. `output_marks` maps an
+    output to its fingerprint right after the replay and before its last use.
+    """
 
     born_key: Mapping[str, Any] | None = None
     live_key: Mapping[str, Any] | None = None
@@ -204,6 +211,8 @@ class Graph:
     num_tokens: Int = None
     batch_sizes: tuple[int, ...] = ()  # captured bucket sizes
     generation: Int = None  # this step's generation number
+    prompt_left: Array = _array("bs")
+    output_marks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +252,25 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """The operands and rows of the verify attention of one layer (capture `qkv` only).
+
+    `q` and `output` are (bs*w, heads, dim), `k` and `v` (bs*w, kv_heads, dim); `k_prefix` and
+    `v_prefix` (sum of s, kv_heads, dim) hold the committed tokens, requests end to end. bfloat16
+    is kept as float32, which holds it exactly.
+    """
+
+    q: Array = _array("*", "*", "*")
+    k: Array = _array("*", "*", "*")
+    v: Array = _array("*", "*", "*")
+    k_prefix: Array = _array("*", "*", "*")
+    v_prefix: Array = _array("*", "*", "*")
+    output: Array = _array("*", "*", "*")
+    scale: float | None = None
+    layer: Int = None
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What the deployment can hold, in tokens, rows or ids; and what the backend supports."""
 
@@ -260,6 +288,20 @@ class Limits:
     ring: Int = None
     window: Int = None
     write_pad: Int = None
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What both checkers said of this step: ids of broken rules that both could judge.
+
+    `hot` by the device kernel, `cold` by the NumPy rules; `partial` are rules of which the device
+    reads a sample; `first` is the device's first offender (request, row) per rule.
+    """
+
+    hot: tuple[str, ...] | None = None
+    cold: tuple[str, ...] | None = None
+    partial: tuple[str, ...] = ()
+    first: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +338,9 @@ class Step:
     slots: Slots = field(default_factory=Slots)
     graph: Graph = field(default_factory=Graph)
     outcome: Outcome = field(default_factory=Outcome)
+    attention: Attention = field(default_factory=Attention)
     limits: Limits = field(default_factory=Limits)
+    device: Device = field(default_factory=Device)
     who: Who = field(default_factory=Who)
     contract: Contract = field(default_factory=Contract)
 
@@ -359,8 +403,8 @@ def _shape(wanted: tuple[int | None, ...]) -> str:
 
 PARTS: Mapping[str, type] = {
     "widths": Widths, "layout": Layout, "mask": Mask, "tree": Tree, "positions": Positions,
-    "slots": Slots, "graph": Graph, "outcome": Outcome, "limits": Limits, "who": Who,
-    "contract": Contract,
+    "slots": Slots, "graph": Graph, "outcome": Outcome, "attention": Attention, "limits": Limits,
+    "device": Device, "who": Who, "contract": Contract,
 }  # fmt: skip
 
 ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {

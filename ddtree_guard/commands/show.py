@@ -9,7 +9,7 @@ from typing import Any
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import UsageError
 from ddtree_guard.render import block, plain
-from ddtree_guard.report import drawing, terminal
+from ddtree_guard.report import drawing, rows, terminal
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     at = _pick("step", args.step, len(dump), found[0][0] if found else len(dump) - 1)
     step = dump.step(at)
     mine = [finding for index, finding in found if index == at]
-    request = _pick("request", args.request, step.bs, _offender(mine, step))
+    request = _pick("request", args.request, step.bs, rows.offender(mine, step))
     if args.json:
         print(json.dumps(as_json(dump, at, step, request, mine), indent=1))
         return 0
@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
         f"B={step.widths.budget}; widths held: {plain(widths) or 'not in this step'}",
         markup=False,
     )
+    out.print(f"written by trigger {plain(dump.trigger['kind'])}: {plain(dump.trigger['why'])}",
+              markup=False)  # fmt: skip
     for finding in mine:
         out.print("\n" + block(finding, step), markup=False, soft_wrap=True)
     out.print()
@@ -59,21 +61,12 @@ def as_json(
         "padded_bs": step.padded_bs,
         "w": step.w,
         "widths": dict(step.widths.holders),
-        "requests": terminal.request_rows(step),
+        "requests": rows.request_rows(step),
         "findings": [finding.rule for finding in findings],
         "ruler": drawing.rulers(step, request),
         "mask": drawing.heatmap(step, request),
         "tree": drawing.tree(step, request),
     }
-
-
-def _offender(findings: list[Finding], step: Step) -> int:
-    """The request to look at: a victim, the offender, or else the last one."""
-    for finding in findings:
-        for request in (*finding.victims, finding.request):
-            if request is not None and 0 <= request < step.bs:
-                return request
-    return step.bs - 1
 
 
 def _pick(what: str, asked: int | None, count: int, default: int) -> int:

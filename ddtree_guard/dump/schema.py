@@ -28,15 +28,17 @@ SCHEMA = "ddtree-guard-dump/1"
 SCHEMA_FILE = Path(__file__).with_name("manifest.schema.json")
 MANIFEST = "manifest.json"
 
-MAX_MANIFEST = 32 << 20  # bytes
-MAX_HEADER = 4 << 20  # bytes of one safetensors header
+MAX_MANIFEST = 4 << 20  # bytes; JSON takes up to 20 times as much memory
+MAX_HEADER = 1 << 18  # bytes of one safetensors header
 MAX_BLOB = 1 << 30  # bytes of one safetensors file
 MAX_STEPS = 4096
+MAX_TRAILS = 64 << 20  # bytes of one trail file
+MAX_LINE = 1 << 16  # bytes of one of its lines
 MAX_NAME = 256  # characters of an array name
 MAX_DIMS = 4
 MAX_LANES = 16_384  # requests of a step
-MAX_WIDTH = 8_192  # rows of a request
-MAX_BLOCK_CELLS = 1 << 29  # BS*w*w: what a rule may have to allocate
+MAX_WIDTH = 2_048  # rows of a request
+MAX_BLOCK_CELLS = 1 << 25  # BS*w*w: what a rule may have to allocate
 MAX_DEPTH = 16  # nesting of a value
 
 DTYPES: Mapping[str, str] = {

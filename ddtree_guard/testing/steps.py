@@ -364,4 +364,6 @@ def _graph(plan: Plan) -> Graph:
         num_tokens=plan.lanes * plan.w,
         batch_sizes=(1, 2, 4, plan.lanes),
         generation=7,
+        prompt_left=np.zeros(plan.bs, np.int64),
+        output_marks={"logits": (0x1234, 0x1234)},
     )

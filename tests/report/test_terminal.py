@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from ddtree_guard.report import terminal
+from ddtree_guard.report import rows, terminal
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.steps import sound_step
 
@@ -62,5 +62,5 @@ def test_a_table_cell_cannot_command_the_terminal_or_the_markup() -> None:
 
 def test_missing_parts_are_dashes() -> None:
     step = BROKEN.replace(layout__qo_indptr=None, tree__sizes=None, tree__depths=None)
-    row = terminal.request_rows(step)[0]
+    row = rows.request_rows(step)[0]
     assert (row["query rows"], row["nodes"], row["depth"]) == ("-", "-", "-")

@@ -3,6 +3,7 @@
 from ddtree_guard.testing.faults import (  # noqa: F401  (imported for their registrations)
     accept,
     config,
+    device,
     graph,
     kv,
     logits,

@@ -1,0 +1,163 @@
+"""Rules about mask cells and pairs of rows: the exact ones, and a filter for the hot path.
+
+The filter lets nothing bad through but may suspect too much.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ddtree_guard.device.protocol import (
+    cFULL,
+    cK2,
+    cLINKS,
+    cM1,
+    cM2,
+    cM4,
+    cM6,
+    cMAJOR,
+    cOUT,
+    cT2,
+    cT4,
+    cTREE,
+    flag,
+    load_wide,
+)
+
+
+@triton.jit
+def readable_rows(
+    rows: tl.tensor, w: tl.tensor, s: tl.tensor, start: tl.tensor, mask_numel: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Which mask rows of the lane lie inside the buffer. No sum here can leave 64 bits."""
+    sane = (s >= 0) & (s <= mask_numel) & (start >= 0) & (start <= mask_numel)
+    most = tl.where(sane, s, 0) + w
+    return (rows < w) & sane & (start + (rows + 1) * most <= mask_numel)
+
+
+@triton.jit
+def judge_prefix(
+    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, s: tl.tensor, w: tl.tensor, node: tl.tensor,
+    readable: tl.tensor, HAS: tl.constexpr, WIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """M1 of these rows, and at full depth the sum of their prefix columns."""
+    edge = start + rows * (s + w)
+    ends = node & readable & (s > 0)
+    front = tl.load(mask + edge, mask=ends, other=1)
+    back = tl.load(mask + edge + s - 1, mask=ends, other=1)
+    wrong = ends & ((front != 1) | (back != 1))
+    total = (rows * 0).to(tl.int64)
+    if HAS & cFULL:
+        most = tl.max(tl.where(ends, s, 0))
+        solid = (rows * 0).to(tl.int64)
+        for at in range(0, most, WIDE):
+            cols = at + tl.arange(0, WIDE)[None, :]
+            cells = tl.load(mask + edge + cols, mask=ends & (cols < s), other=0).to(tl.int32)
+            total += tl.sum(cells, axis=1)[:, None].to(tl.int64)
+            solid += tl.sum((cells == 1).to(tl.int32), axis=1)[:, None].to(tl.int64)
+        wrong |= ends & (solid != s)
+    return flag(wrong, cM1), total
+
+
+@triton.jit
+def judge_mask(
+    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, up: tl.tensor, cols: tl.tensor,
+    stride: tl.tensor, linked: tl.tensor, node: tl.tensor, readable: tl.tensor, pad_rows: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """M2, M4, M6 of a block of tree cells, and the cells."""
+    own = tl.load(mask + start + rows * stride + cols, mask=readable, other=0).to(tl.int32)
+    seen = tl.load(mask + start + up * stride + cols, mask=readable & linked, other=0) == 1
+    diagonal = cols == rows
+    want = tl.where(node, seen | diagonal, (pad_rows == 1) & diagonal)
+    odd = readable & (own != want.to(tl.int32))
+    flags = flag(odd & node, cM2) | flag(odd & tl.where(node, diagonal, pad_rows > 0), cM4)
+    return flags | flag(readable & (own != 0) & (cols > rows), cM6), own
+
+
+@triton.jit
+def judge_pairs(
+    first: tl.tensor, rows: tl.tensor, cols: tl.tensor, w: tl.tensor, parent: tl.tensor,
+    node: tl.tensor, token: tl.tensor, slot: tl.tensor, parents: tl.tensor, tokens: tl.tensor,
+    out: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """T2, T4 and K2 between a block of rows and a block of earlier rows."""
+    at = first + cols
+    inside = cols < w
+    earlier = inside & (cols < rows) & (rows < w)
+    flags = (rows + cols) * 0
+    if HAS & cTREE:
+        kin = earlier & node & (load_wide(parents, at, inside) == parent)
+        twin = (cols > 0) & (load_wide(tokens, at, inside) == token)
+        flags |= flag(kin & twin, cT4)
+        if HAS & cMAJOR:
+            apart = load_wide(parents, first + rows - 1, node & (rows > 0)) != parent
+            flags |= flag(kin & apart, cT2)
+    if HAS & cOUT:
+        flags |= flag(earlier & (slot != reserved) & (load_wide(out, at, inside) == slot), cK2)
+    return flags
+
+
+@triton.jit
+def count_stray_kv(
+    lane: tl.tensor, block: tl.tensor, blocks: tl.tensor, kv: tl.tensor, kvi: tl.tensor,
+    kvi_numel: tl.tensor, pool: tl.tensor, WIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Full depth: number of slots outside the pool in this program's share of the KV range."""
+    head = tl.minimum(tl.maximum(tl.load(kv + lane).to(tl.int64), 0), kvi_numel)
+    tail = tl.minimum(tl.maximum(tl.load(kv + lane + 1).to(tl.int64), 0), kvi_numel)
+    wrong = lane * 0
+    for at in range(head + block * WIDE, tail, blocks * WIDE):
+        cols = at + tl.arange(0, WIDE)
+        entry = load_wide(kvi, cols, cols < tail)
+        wrong += tl.sum(((entry < 0) | (entry >= pool)).to(tl.int64), axis=0)
+    return wrong
+
+
+@triton.jit
+def filter_mask(
+    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, up: tl.tensor, cols: tl.tensor,
+    stride: tl.tensor, linked: tl.tensor, judged: tl.tensor, diagonal_on: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Filter for M2, M4, M6: nonzero where a cell is not its parent's with the diagonal added."""
+    own = tl.load(mask + start + rows * stride + cols, mask=judged, other=0).to(tl.int32)
+    seen = tl.load(mask + start + up * stride + cols, mask=judged & linked, other=0).to(tl.int32)
+    return own ^ (seen | ((cols == rows) & diagonal_on & judged).to(tl.int32))
+
+
+@triton.jit
+def filter_pairs(
+    first: tl.tensor, rows: tl.tensor, cols: tl.tensor, w: tl.tensor, parent: tl.tensor,
+    token: tl.tensor, slot: tl.tensor, parents: tl.tensor, tokens: tl.tensor, sibling: tl.tensor,
+    out: tl.tensor, HAS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Filter for `judge_pairs`, on the low 32 bits: equal values have equal low bits."""
+    at = first + cols
+    inside = cols < w
+    earlier = cols < rows
+    bad = earlier & False
+    if HAS & cTREE:
+        kin = earlier & (tl.load(parents + at, mask=inside, other=-9).to(tl.int32) == parent)
+        twin = tl.load(tokens + at, mask=inside, other=0).to(tl.int32) == token
+        if HAS & cLINKS:
+            side = tl.load(sibling + at, mask=inside, other=0).to(tl.int32)
+            twin |= (side - cols - 1).to(tl.uint32) >= (rows - cols).to(tl.uint32)
+        if HAS & cMAJOR:
+            twin |= load_wide(parents, first + rows - 1, rows > 0).to(tl.int32) != parent
+        bad = kin & twin
+    if HAS & cOUT:
+        bad |= earlier & (tl.load(out + at, mask=inside, other=-9).to(tl.int32) == slot)
+    return bad.to(tl.int32)
+
+
+@triton.jit
+def offsets_wrong(
+    lens: tl.tensor, mi: tl.tensor, w: tl.tensor, lanes: tl.tensor, LANES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Nonzero if some lane's mask offset is not the builder's: then `mi` must not be trusted."""
+    lane = tl.arange(0, LANES)
+    there = lane < lanes
+    start = load_wide(mi, lane, there)
+    cells = load_wide(mi, lane + 1, there) - start
+    want = w * (load_wide(lens, lane, there) + w)
+    return tl.max((there & ((cells != want) | ((lane == 0) & (start != 0)))).to(tl.int32))

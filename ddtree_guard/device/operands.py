@@ -1,0 +1,348 @@
+"""Operands of the device kernels, built once per captured graph or eager batch.
+
+Everything that Python must decide is decided here: which operands there are, what the host can
+already see is wrong, and the argument tuple, so that a launch is one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
+
+import torch
+import triton
+
+from ddtree_guard.config import Depth
+from ddtree_guard.device.edges import close_kernel, table_kernel
+from ddtree_guard.device.kernel import verify_kernel
+from ddtree_guard.device.protocol import BITS, HAS_BITS, ROW_BLOCK
+from ddtree_guard.errors import UsageError
+from ddtree_guard.step import Contract
+
+Tensor: TypeAlias = Any
+MAX_W, MAX_LANES = 1025, 256
+_FAR = 2**31 - 1
+_PAD_ROWS = {"none": 0, "self": 1, "masked": 2}
+# Rules whose operands must be there; others come free with them.
+_NEEDS = {
+    "W1": ("qo_indptr",), "W2": ("kv_indptr",), "W3": ("mask_indptr",), "W4": ("row_stride",),
+    "M1": ("mask",), "M2": ("mask",), "M3": ("mask", "full"), "M4": ("mask",), "M6": ("mask",),
+    "T1": ("tree",), "T2": ("tree",), "T3": ("links",), "T4": ("tree",), "T6": ("tree",),
+    "P1": ("positions", "tree"), "K1": ("out_cache_loc",), "K2": ("out_cache_loc",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """The device arrays that one launch reads: exactly those that attention reads. Integers.
+
+    `live_count` is one integer, bs; in a graph it is written before each replay. `lens` (BS,) is s;
+    `qo_indptr`, `kv_indptr`, `mask_indptr` (BS+1,); `row_stride` (BS,); `mask` one byte per cell;
+    tree and retrieve arrays and `out_cache_loc` (BS, w) or flat; `sizes` (BS,); `positions`
+    (sections, BS, w) or flat; `kv_indices` any length. A missing array is None.
+    """
+
+    live_count: Tensor
+    lens: Tensor
+    qo_indptr: Tensor = None
+    kv_indptr: Tensor = None
+    mask_indptr: Tensor = None
+    row_stride: Tensor = None
+    mask: Tensor = None
+    tokens: Tensor = None
+    parents: Tensor = None
+    depths: Tensor = None
+    sizes: Tensor = None
+    retrieve_index: Tensor = None
+    retrieve_next_token: Tensor = None
+    retrieve_next_sibling: Tensor = None
+    positions: Tensor = None
+    out_cache_loc: Tensor = None
+    kv_indices: Tensor = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the host knows of a launch: sizes, limits and the contract. None: no limit known."""
+
+    lanes: int
+    w: int
+    contract: Contract = field(default_factory=Contract)
+    sections: int = 1
+    depth_max: int | None = None
+    context: int | None = None
+    vocab: int | None = None
+    pool: int | None = None
+    reserved: int = 0
+    max_extend_len: int | None = None
+    rows: Mapping[str, int] = field(default_factory=dict)
+    window: bool = False
+    depth: Depth = Depth.FAST
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Block sizes of `verify_kernel`: rows per program, columns per pass, warps."""
+
+    rows: int = 16
+    cols: int = 128
+    warps: int = 4
+
+
+def tile_for(w: int, depth: Depth) -> Tile:
+    """Block sizes for a width; found by `benchmarks/device_check.py --tune`."""
+    if depth is Depth.FULL:
+        return Tile(8, 32 if w <= 32 else 128, 8)
+    return Tile(16, 32, 4) if w <= 32 else Tile(16, 128, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """One bound launch. `rules` are the ids that it covers; `launch()` queues it."""
+
+    rules: tuple[str, ...]
+    launch: Callable[[], None]
+    keep: tuple[Any, ...] = ()
+    bytes_read: int = 0
+
+
+def bind(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, **meta: Any) -> Any:
+    """A zero-argument launch of `kernel`, compiled now. Tensors must outlive it.
+
+    On CUDA the compiled kernel is called directly with raw addresses: Triton's own launch path
+    looks up specialisations in Python on each call, which costs more than the launch.
+    """
+    if not hasattr(kernel, "device_caches"):  # the interpreter
+        return lambda: kernel[grid](*args, **meta)
+    compiled = kernel.warmup(*args, grid=grid, num_warps=warps, **meta)
+    run = compiled.run
+    head = (compiled.function, compiled.packed_metadata, None, None, None)
+    raw = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+    tail = (*head, *raw, *(meta[name] for name in kernel.arg_names[len(args) :]))
+    index = args[0].device.index or 0
+    stream, (x, y) = torch._C._cuda_getCurrentRawStream, grid
+    return lambda: run(x, y, 1, stream(index), *tail)
+
+
+def verify_operands(
+    state: Tensor, slots: Tensor, buffers: Buffers, shape: Shape, tile: Tile | None = None
+) -> Operands:
+    """Bind `verify_kernel`. Raises UsageError for arrays too short for the launch."""
+    _require_sizes(buffers, shape)
+    has = _present(buffers, shape)
+    tile = tile or tile_for(shape.w, shape.depth)
+    rules = covered_rules(has, shape)
+    seen = _seen_by_host(shape)
+    contract, pads = shape.contract, shape.contract.pad_lanes
+    mask, kvi = buffers.mask, buffers.kv_indices
+    tensors = _tensors(buffers, state)
+    numbers = (
+        shape.lanes, shape.w, shape.sections, _limit(shape.depth_max),
+        shape.w if contract.kv_includes_draft else 0, _PAD_ROWS[contract.pad_rows],
+        bit_set(rules), *seen, _limit(shape.context), _limit(shape.vocab, 2**62),
+        _limit(shape.pool, 2**62), shape.reserved, 0 if mask is None else mask.numel(),
+        0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
+        pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),
+    )  # fmt: skip
+    grid = (shape.lanes, triton.cdiv(shape.w, ROW_BLOCK) + triton.cdiv(shape.w, tile.rows))
+    launch = bind(
+        verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps,
+        HAS=sum(HAS_BITS[name] for name in has),
+        LANES=max(16, triton.next_power_of_2(shape.lanes)), ROWS=tile.rows, COLS=tile.cols,
+        WIDE=1024,
+    )  # fmt: skip
+    return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
+
+
+def table_operands(
+    state: Tensor, slots: Tensor, buffers: Buffers, shape: Shape, table: Tensor, rows: Tensor,
+    row_width: int | None = None, reserve: int | None = None,
+) -> Operands:  # fmt: skip
+    """Bind `table_kernel`: K3, and K4 where kv_indices are there.
+
+    `table` is req_to_token (rows, columns); `rows` (BS,) its row per lane.
+    """
+    _require_sizes(buffers, shape)
+    has = _present(buffers, shape)
+    rules = ("K3", "K4") if "kv_indices" in has else ("K3",)
+    kvi = buffers.kv_indices
+    room = _FAR if row_width is None or reserve is None else row_width - reserve
+    spare = state
+    args = (
+        state, slots, buffers.live_count, buffers.lens, _or(buffers.kv_indptr, spare),
+        _or(kvi, spare), buffers.out_cache_loc, _or(buffers.sizes, spare), table, rows,
+        shape.w, shape.w if shape.contract.kv_includes_draft else 0, bit_set(rules), 2048,
+        0 if kvi is None else kvi.numel(), *table.shape, table.stride(0), room, shape.reserved,
+    )  # fmt: skip
+    grid = (shape.lanes, max(1, min(64, triton.cdiv(table.shape[1], 2048))))
+    args = (*args[:13], 512 * triton.cdiv(table.shape[1], 512 * grid[1]), *args[14:])
+    has_bits = sum(HAS_BITS[name] for name in has & {"tree", "kv_indices"})
+    launch = bind(table_kernel, grid, args, 4, HAS=has_bits, COLS=512)
+    return Operands(rules, launch, args)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The outcome of verification on the device.
+
+    `predict` (BS, w); `accept` (BS, path): rows within the request, or over the batch with
+    `global_rows`, -1 beyond the path; `lens` (BS,) committed tokens; `cut` (BS,) tokens cut behind
+    a stop, None for none; `greedy` (BS,) nonzero where the walk was greedy, None for everywhere.
+    """
+
+    predict: Tensor
+    accept: Tensor
+    lens: Tensor
+    cut: Tensor = None
+    greedy: Tensor = None
+    global_rows: bool = False
+
+
+def close_operands(
+    state: Tensor, slots: Tensor, buffers: Buffers, shape: Shape, decision: Decision | None = None
+) -> Operands:
+    """Bind `close_kernel`, with rules A1 to A3 where a decision is given."""
+    most = shape.w if shape.depth_max is None else shape.depth_max + 1
+    if decision is None or buffers.tokens is None:
+        args = (state, slots, *(state,) * 9, shape.w, 1, most, 0, 0)
+        launch = bind(close_kernel, (1, 1), args, 1, HAS=0, PATH=1, COLS=128)
+        return Operands((), launch, args)
+    rules = ("A1", "A2", "A3")
+    zeros = torch.zeros(shape.lanes, dtype=torch.int64, device=state.device)
+    path = decision.accept.shape[-1]
+    args = (
+        state, slots, buffers.live_count, buffers.tokens, buffers.parents, buffers.sizes,
+        decision.predict, decision.accept, decision.lens, _or(decision.cut, zeros),
+        _or(decision.greedy, zeros + 1), shape.w, path, most,
+        shape.w if decision.global_rows else 0, bit_set(rules),
+    )  # fmt: skip
+    launch = bind(
+        close_kernel, (shape.lanes, 1), args, 1, HAS=HAS_BITS["outcome"],
+        PATH=triton.next_power_of_2(path), COLS=128,
+    )  # fmt: skip
+    return Operands(rules, launch, args)
+
+
+def bit_set(rules: tuple[str, ...]) -> int:
+    """The verdict bits of these rules."""
+    return sum(1 << BITS[name] for name in rules)
+
+
+def bytes_read(buffers: Buffers, shape: Shape) -> int:
+    """Bytes that a clean launch must read at least once."""
+    total = 0
+    for f in fields(Buffers):
+        value = getattr(buffers, f.name)
+        if value is not None and f.name not in ("mask", "kv_indices"):
+            total += value.numel() * value.element_size()
+    if buffers.mask is not None:
+        whole = shape.depth is Depth.FULL
+        total += buffers.mask.numel() if whole else shape.lanes * shape.w * (shape.w + 2)
+    return total
+
+
+def covered_rules(has: set[str], shape: Shape) -> tuple[str, ...]:
+    """Ids of the rules that a launch with these operands decides."""
+    skipped = set(shape.contract.not_checked)
+    if shape.window:  # the mask and the KV range are then laid out for clipped keys
+        skipped |= {"W2", "W3", "W4", "M1", "M2", "M3", "M4", "M6"}
+    if not shape.contract.causal_with_mask:
+        skipped.add("M6")
+    for name, limit in (("T6", shape.vocab), ("K1", shape.pool), ("W8", shape.max_extend_len)):
+        if limit is None:
+            skipped.add(name)
+    rules = [name for name, needs in _NEEDS.items() if has.issuperset(needs)]
+    if has & {"pad_len", "pad_slot", "pad_position"}:
+        rules.append("G4")
+    return tuple(name for name in (*rules, "W8") if name not in skipped)
+
+
+def _present(buffers: Buffers, shape: Shape) -> set[str]:
+    """Names of HAS_BITS that hold for this launch."""
+    names = ("qo_indptr", "kv_indptr", "mask_indptr", "positions", "out_cache_loc")
+    has = {name for name in names if getattr(buffers, name) is not None}
+    tree = (buffers.tokens, buffers.parents, buffers.depths, buffers.sizes)
+    links = (
+        buffers.retrieve_index, buffers.retrieve_next_token, buffers.retrieve_next_sibling
+    )  # fmt: skip
+    if all(part is not None for part in tree):
+        has.add("tree")
+        if buffers.mask is not None:
+            has.add("mask")
+        if all(part is not None for part in links):
+            has.add("links")
+    if buffers.kv_indptr is not None and buffers.kv_indices is not None:
+        has.add("kv_indices")
+    if buffers.row_stride is not None and has.issuperset(("qo_indptr", "kv_indptr")):
+        has.add("row_stride")
+    for name, path, operand in (
+        ("pad_len", "layout.prefix_lens", "lens"),
+        ("pad_slot", "slots.out_cache_loc", "out_cache_loc"),
+        ("pad_position", "positions.values", "positions"),
+    ):
+        if path in shape.contract.pad_lanes and getattr(buffers, operand) is not None:
+            has.add(name)
+    if shape.contract.depth_major:
+        has.add("depth_major")
+    if shape.depth is Depth.FULL:
+        has.add("full")
+    return has
+
+
+def _tensors(buffers: Buffers, spare: Tensor) -> tuple[Tensor, ...]:
+    """The pointers of `verify_kernel`, in its order; absent ones get any valid address."""
+    values = []
+    for f in fields(Buffers):
+        value = getattr(buffers, f.name)
+        if value is not None and value.dtype == torch.bool:
+            value = value.view(torch.uint8)
+        values.append(_or(value, spare))
+    return tuple(values)
+
+
+def _or(value: Tensor, spare: Tensor) -> Tensor:
+    return spare if value is None else value
+
+
+def _limit(value: int | None, otherwise: int = _FAR) -> int:
+    return otherwise if value is None else min(value, otherwise)
+
+
+def _seen_by_host(shape: Shape) -> tuple[int, int, int, int]:
+    """Bits that need no device; the request and row that W1 names, and the row that W8 names."""
+    bits, at, extent = 0, 0, 0
+    for _, rows in sorted(shape.rows.items()):
+        if rows != shape.lanes * shape.w:
+            bits |= 1 << BITS["W1"]
+            at = min(max(rows, 0), shape.lanes * shape.w - 1)
+            break
+    if shape.max_extend_len is not None and shape.max_extend_len != shape.w:
+        bits |= 1 << BITS["W8"]
+        extent = min(max(shape.max_extend_len, 0), shape.w - 1)
+    return (bits, *divmod(at, shape.w), extent)
+
+
+def _require_sizes(buffers: Buffers, shape: Shape) -> None:
+    """Every array indexed by lane or row must hold all of them, contiguously."""
+    lanes, w = shape.lanes, shape.w
+    if not (1 <= w <= MAX_W and 1 <= lanes <= MAX_LANES):
+        raise UsageError(
+            f"the device check handles 1 to {MAX_LANES} requests of 1 to {MAX_W} rows; this launch "
+            f"has {lanes} of {w}. Turn the guard off for it or check it on the host."
+        )
+    needed = dict.fromkeys((f.name for f in fields(Buffers)), lanes * w)
+    needed |= {"live_count": 1, "lens": lanes, "sizes": lanes, "row_stride": lanes}
+    needed |= dict.fromkeys(("qo_indptr", "kv_indptr", "mask_indptr"), lanes + 1)
+    needed |= {"mask": 0, "kv_indices": 0, "positions": shape.sections * lanes * w}
+    for name, least in needed.items():
+        value = getattr(buffers, name)
+        if value is None:
+            continue
+        if value.numel() < least or not value.is_contiguous():
+            raise UsageError(
+                f"{name} must be contiguous and hold at least {least} elements for {lanes} "
+                f"requests of {w} rows; it has shape {tuple(value.shape)}. Check it on the host."
+            )
+        if value.is_floating_point():
+            raise UsageError(f"{name} must hold integers; it holds {value.dtype}.")

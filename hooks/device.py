@@ -1,0 +1,170 @@
+"""The device check inside SGLang's graphs: operands from its buffers, birth certificates, replays.
+
+SGLang calls `init_forward_metadata_in_graph(forward_batch)` of the attention backend inside the
+captured region; the check goes there and reads the very buffers that the attention kernel reads.
+Everything else happens eagerly: warm-up before capture, and K3 and K4 before a replay, because
+SGLang records "read done" for `req_to_token` before the replay, so that a read inside races.
+
+How a graph knows bs: the guard's own `live_count`, one int32 on the device, that `before_replay`
+rewrites when bs changes. SGLang has no such buffer; it pads lanes by value (length 1, slot 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddtree_guard.device.launch import DeviceCheck
+from ddtree_guard.device.operands import Buffers, Operands, Shape
+from ddtree_guard.step import Graph, Static, Step
+
+TREE = (
+    "tokens", "parents", "depths", "sizes", "retrieve_index", "retrieve_next_token",
+    "retrieve_next_sibling",
+)  # fmt: skip
+
+
+def buffers_of_backend(
+    metadata: Any, batch: Any, live_count: Any, tree: Mapping[str, Any]
+) -> Buffers:
+    """What SGLang's Triton backend is about to read for a verify batch.
+
+    `metadata` is the backend's ForwardMetadata, `batch` its ForwardBatch; `tree` maps names of
+    `step.Tree` to static tensors of BS lanes.
+    """
+    return Buffers(
+        live_count=live_count,
+        lens=batch.seq_lens,
+        qo_indptr=metadata.qo_indptr,
+        kv_indptr=metadata.kv_indptr,
+        mask_indptr=metadata.mask_indptr,
+        mask=metadata.custom_mask,
+        positions=batch.positions,
+        out_cache_loc=batch.out_cache_loc,
+        kv_indices=metadata.kv_indices,
+        **{name: tree.get(name) for name in TREE},
+    )
+
+
+def static_of(tensor: torch.Tensor, generation: int = -1) -> Static:
+    """A buffer as its birth certificate holds it. Reads no device memory."""
+    return Static(
+        pointer=tensor.data_ptr(),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        capacity=tensor.untyped_storage().nbytes() // tensor.element_size(),
+        generation=generation,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What one graph was captured for: its key, and each static input. Constants: generation -1."""
+
+    key: Mapping[str, Any]
+    statics: Mapping[str, Static]
+
+    @classmethod
+    def of(
+        cls, key: Mapping[str, Any], tensors: Mapping[str, Any], constant: Iterable[str] = ()
+    ) -> Certificate:
+        """Take the certificate of a capture from the tensors that it reads."""
+        fixed = set(constant)
+        statics = {
+            name: static_of(tensor, -1 if name in fixed else 0)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        return cls(dict(key), statics)
+
+    def replay(
+        self,
+        key: Mapping[str, Any],
+        tensors: Mapping[str, Any],
+        written: Mapping[str, int],
+        generation: int,
+        **more: Any,
+    ) -> Graph:
+        """The Step part of a replay: this certificate beside the live batch.
+
+        `tensors` are what this step's builder wrote to, `written` the generation in which it wrote
+        each (absent: this one), `more` further fields of `step.Graph`.
+        """
+        live = {
+            name: static_of(tensor, written.get(name, generation))
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        return Graph(
+            born_key=self.key,
+            live_key=dict(key),
+            born=self.statics,
+            live=live,
+            generation=generation,
+            **more,
+        )
+
+
+@dataclass(slots=True)
+class GraphChecks:
+    """The device check of one worker's verify graphs, by SGLang's graph key."""
+
+    check: DeviceCheck
+    live_count: Any = None
+    certificates: dict[Hashable, Certificate] = field(default_factory=dict)
+    _operands: dict[Hashable, Operands] = field(default_factory=dict)
+    _tables: dict[Hashable, Operands] = field(default_factory=dict)
+    _live: int = -1
+
+    def __post_init__(self) -> None:
+        self.live_count = torch.zeros(1, dtype=torch.int32, device=self.check.device)
+
+    def before_capture(
+        self, key: Hashable, parts: Mapping[str, Any], buffers: Buffers, shape: Shape,
+        table: tuple[Any, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Bind, compile and warm the kernels, and take the certificate. Outside the capture.
+
+        `parts` is the key as names and values; `table` is (req_to_token, its rows per lane). A
+        graph captured again replaces its certificate.
+        """
+        self._operands[key] = self.check.bind(buffers, shape)
+        if table is not None:
+            self._tables[key] = self.check.bind_table(buffers, shape, *table)
+            self._tables[key].launch()
+        self.check.check(self._operands[key])
+        self.check.close()
+        tensors = {name: getattr(buffers, name) for name in Buffers.__dataclass_fields__}
+        self.certificates[key] = Certificate.of(parts, tensors, constant=("live_count",))
+
+    def in_graph(self, key: Hashable) -> None:
+        """Record the check; call it from `init_forward_metadata_in_graph`."""
+        self.check.check(self._operands[key])
+
+    def captured(self) -> None:
+        """All graphs are captured: forget what warm-up batches left in the verdict."""
+        self.check.reset()
+        self._live = -1
+
+    def before_replay(self, key: Hashable, bs: int) -> None:
+        """Tell the graph how many requests are live, and check slots against the table."""
+        if bs != self._live:
+            self.live_count.fill_(bs)
+            self._live = bs
+        if key in self._tables:
+            self._tables[key].launch()
+
+    def forget(self) -> None:
+        """Drop all graphs: weight update, resume, or another speculation width."""
+        self.certificates.clear()
+        self._operands.clear()
+        self._tables.clear()
+
+
+def with_graph(step: Step, graph: Graph) -> Step:
+    """A Step of a replay: the graph part set, and the path named."""
+    return step.replace(graph=graph, who__path="graph")
