@@ -36,7 +36,7 @@ def main() -> int:
     refused: Counter[str] = Counter()
     faults: list[str] = []
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ddtree-guard-hostile-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hostile-dumps-") as folder:
         arena = Arena(Path(folder))
         for n in range(args.count):
             outcome = attack(arena, args.seed * 1_000_000 + n)

@@ -84,7 +84,7 @@ def build(dump: Dump) -> dict[str, bytes]:
         manifest["versions"].setdefault(name, "unknown")
     manifest["created"] = recorded["created"] if _TIME.fullmatch(recorded["created"]) else ""
     members[f"dump/{MANIFEST}"] = json.dumps(manifest, indent=1).encode()
-    members["README.txt"] = _readme(dump, findings).encode()
+    members["README.txt"] = _readme(dump, findings).encode(errors="replace")
     return members
 
 
@@ -133,9 +133,10 @@ def _plain_values(values: dict[str, Any]) -> dict[str, Any]:
 
 def _clean(text: str, dump: Dump) -> str:
     """The text with paths, this host's name and the dump's request ids taken out."""
-    for secret in sorted({*_rids(dump), *_host_words()}, key=len, reverse=True):
+    for secret in sorted(set(_rids(dump)), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
-    return _PATH.sub(HIDDEN, text)
+    text = _PATH.sub(HIDDEN, text)
+    return _host().sub(HIDDEN, text)
 
 
 def _rids(dump: Dump) -> Iterator[str]:
@@ -149,11 +150,14 @@ def _rids(dump: Dump) -> Iterator[str]:
     yield from (trail.rid for trail in dump.requests() if len(trail.rid) > 3)
 
 
-def _host_words() -> Iterator[str]:
-    names = [socket.gethostname()]
+def _host() -> re.Pattern[str]:
+    """This machine's and this user's names, as whole words: a host may be called `vm`."""
+    names = [socket.gethostname(), socket.gethostname().split(".")[0]]
     with contextlib.suppress(KeyError, OSError):  # a user without a name
-        names += [getpass.getuser(), os.path.expanduser("~")]
-    yield from (name for name in names if len(name) > 4 and name != "localhost")
+        names += [name for name in (getpass.getuser(),) if len(name) > 4]
+    known = sorted({re.escape(name) for name in names if name not in ("", "localhost")}, key=len)
+    words = "|".join(known[::-1]) or "(?!)"
+    return re.compile(rf"(?<![A-Za-z0-9_])(?:{words})(?![A-Za-z0-9_])")
 
 
 class Secrets:
@@ -162,7 +166,8 @@ class Secrets:
     words = "token ids, request ids, host names and paths"
 
     def __init__(self, dump: Dump) -> None:
-        self.texts = sorted({*_rids(dump), *_host_words()})
+        self.rids = sorted(set(_rids(dump)))
+        self.host = _host()
         self.ids = {
             (at, path): np.unique(value[value >= 0])
             for at, step in enumerate(dump.steps())
@@ -173,9 +178,9 @@ class Secrets:
     def scan(self, members: dict[str, bytes]) -> None:
         """Raise Leak for the first secret found, naming file and kind but not the secret."""
         for name, data in members.items():
-            for text in self.texts:
-                if text.encode(errors="replace") in data or json.dumps(text)[1:-1].encode() in data:
-                    raise Leak(_leak(name, "a request id or the name of this host or user"))
+            for rid in self.rids:
+                if rid.encode(errors="replace") in data or json.dumps(rid)[1:-1].encode() in data:
+                    raise Leak(_leak(name, "a request id"))
             if name.endswith((".json", ".txt")):
                 self._scan_text(name, data.decode())
         self._scan_ids(members)
@@ -183,6 +188,8 @@ class Secrets:
     def _scan_text(self, name: str, text: str) -> None:
         if _PATH.search(text):
             raise Leak(_leak(name, "a path"))
+        if self.host.search(text):
+            raise Leak(_leak(name, "the name of this host or user"))
         if name.endswith(".json"):
             for rid in _rids_of(json.loads(text)):
                 if not _HASHED_RID.fullmatch(rid):

@@ -38,6 +38,7 @@ from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.steps import sound_step
 
 CANARY = "canary-7f3a"
+_CACHE = "__pycache__"  # Python keeps what it compiles when a command is first imported
 ANSWERS = (0, 1, 2, 4)
 ODD: tuple[Any, ...] = (
     None, True, 0, -1, 1, 2**31, 2**63, 2**64 - 1, -(2**63), 1e308, 0.5, "", "x", "\x1b[2J",
@@ -197,18 +198,19 @@ class Watch:
             watch._opened(str(args[0]), args[2])
         elif event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.chmod"):
             # Names beside a folder descriptor are relative: those of a temporary folder's removal.
-            if str(args[0]).startswith("/") and not str(args[0]).startswith(watch.allowed):
-                watch.events.append(f"{event} {args[0]}")
+            path = str(args[0])
+            if path.startswith("/") and not path.startswith(watch.allowed) and _CACHE not in path:
+                watch.events.append(f"{event} {path}")
         elif event in ("subprocess.Popen", "os.system", "os.exec", "pickle.find_class",
                        "socket.connect", "os.posix_spawn"):  # fmt: skip
             watch.events.append(event)
 
     def _opened(self, path: str, flags: int) -> None:
-        if CANARY in path:
+        if CANARY in path or ("/" in path and CANARY in os.path.realpath(path)):
             self.events.append(f"the canary was opened as {path}")
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         bare = "/" not in path  # opened beside a folder descriptor
-        if writes and not bare and not path.startswith(self.allowed) and ".pyc" not in path:
+        if writes and not bare and not path.startswith(self.allowed) and _CACHE not in path:
             self.events.append(f"opened {path} for writing")
 
 
@@ -375,7 +377,7 @@ def _other(array: Any, rng: random.Random) -> Any:
         limits = np.iinfo(array.dtype)
         return random_numbers.integers(limits.min, limits.max, array.shape, array.dtype)
     if choice == 4 and array.dtype.kind in "iu":
-        return array + np.asarray(rng.choice((-1, 1, 100)), array.dtype)
+        return array + np.asarray(rng.choice((-1, 1, 100))).astype(array.dtype)
     if choice == 5 and array.dtype.kind == "f":
         return np.full_like(array, rng.choice((np.nan, np.inf, -np.inf, 0.0)))
     return random_numbers.permutation(array.reshape(-1)).reshape(array.shape)
