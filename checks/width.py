@@ -239,10 +239,11 @@ def mask_row_stride(step: Step) -> Finding | None:
     "W5", "operand-shape", site=Site.LAUNCH, cost=Cost.HOST, scope=Scope.BATCH,
 )  # fmt: skip
 def operand_shape(step: Step) -> Finding | None:
-    """Every array has its declared shape, and every launch grid covers its operands exactly.
+    """Every array has its declared shape and type, and every launch grid covers its operands.
 
-    Holds when: `1 <= w`, `0 <= bs <= BS`, each array has the shape declared for it, each launch
-    grid equals the extent of its operands, and accept_index has room for the longest path.
+    Holds when: `1 <= w`, `0 <= bs <= BS`, each array has the shape and the kind of elements
+    declared for it, each launch grid equals the extent of its operands, accept_index has room for
+    the longest path, and no length of the scheduler is negative.
     Breaks as: rows or lanes that no program writes, or programs that write beyond the operand.
     Usual cause: a buffer was allocated for another width, or per-request arrays have bs entries
     where the captured launch has BS lanes.
@@ -254,8 +255,7 @@ def operand_shape(step: Step) -> Finding | None:
         return _shape_finding("bs", str(step.bs), f"0..BS = {step.padded_bs}")
     misfits = step.misfits()
     for path, text in misfits.items():
-        actual, _, wanted = text.removeprefix("has shape ").partition(", expected ")
-        return _shape_finding(f"{path}.shape", actual, wanted, len(misfits) - 1)
+        return _misfit_finding(path, text, len(misfits) - 1)
     for name, (extent, needed) in sorted(step.layout.grids.items()):
         if extent != needed:
             return _shape_finding(f"grid of {name}", str(extent), str(needed))
@@ -264,7 +264,40 @@ def operand_shape(step: Step) -> Finding | None:
         return _shape_finding(
             "outcome.accept_index.shape[1]", str(accept.shape[1]), f">= depth_max+1 = {depth + 1}"
         )
-    return None
+    return _impossible_mirror(step)
+
+
+def _misfit_finding(path: str, text: str, more: int) -> Finding:
+    found, _, wanted = text.partition(", expected ")
+    if found.startswith("has shape "):
+        return _shape_finding(f"{path}.shape", found.removeprefix("has shape "), wanted, more)
+    actual = found.removeprefix("holds ")
+    return Finding(
+        headline=f"{path} does not hold what is declared",
+        equation=f"{path}.dtype = {actual}, expected {wanted}"
+        + (f" (and {more} more arrays)" if more else ""),
+        expected=wanted,
+        actual=actual,
+        cause="it was converted on its way here, or filled from another array",
+        confidence="possible",
+    )
+
+
+def _impossible_mirror(step: Step) -> Finding | None:
+    """The scheduler's mirror may run ahead of the device, but no length is below 0."""
+    mirror = optional_ints(step, "layout.prefix_lens_cpu")
+    i = None if mirror is None else first(mirror < 0)
+    if i is None:
+        return None
+    return Finding(
+        headline=f"the scheduler's length of request {i} is negative",
+        equation=f"prefix_lens_cpu[{i}] = {int(mirror[i])}, expected at least 0",
+        expected=">= 0",
+        actual=str(int(mirror[i])),
+        request=i,
+        cause="a length was subtracted twice, overflowed, or never written",
+        confidence="possible",
+    )
 
 
 def _shape_finding(name: str, actual: str, wanted: str, more: int = 0) -> Finding:

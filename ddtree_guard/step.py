@@ -20,9 +20,15 @@ Array: TypeAlias = Any
 Int: TypeAlias = Any  # int, or None when unknown
 
 
-def _array(*shape: str) -> Any:
-    """Declare an array field. Rule W5 compares `shape` with the live sizes; "*" is any size."""
-    return field(default=None, metadata={"shape": shape})
+WHOLE, BYTES, REAL = "whole numbers", "one byte per cell (bool or uint8)", "numbers"
+_DTYPE_KINDS = {WHOLE: "biu", BYTES: "biu", REAL: "biuf"}  # as NumPy names them
+
+
+def _array(*shape: str, kind: str = WHOLE) -> Any:
+    """Declare an array field. Rule W5 compares `shape` with the live sizes ("*" is any size), and
+    the type of its elements with `kind`.
+    """
+    return field(default=None, metadata={"shape": shape, "kind": kind})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +117,14 @@ class Mask:
     lowest bit first: what the ring keeps of a mask.
     """
 
-    cells: Array = _array("*")
+    cells: Array = _array("*", kind=BYTES)
     present: bool | None = None
     capacity: Int = None
     row_stride: Array = _array("bs")
     rids: tuple[str, ...] | None = None
     window: Int = None
     window_start: Array = _array("bs")
-    tree_bits: Array = _array("bs", "w", "*")
+    tree_bits: Array = _array("bs", "w", "*", kind=BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +249,14 @@ class Outcome:
     walk: str | None = None  # "tree" or "chain"
     greedy_kernel: bool | None = None
     greedy: Array = _array("bs")
-    target_probs: Array = _array("bs", "*")  # target probability of each accepted draft token
-    coins: Array = _array("bs", "*")
+    target_probs: Array = _array(
+        "bs", "*", kind=REAL
+    )  # target probability of each accepted draft token
+    coins: Array = _array("bs", "*", kind=REAL)
     allowed: Array = _array("bs", "*")  # grammar allowed the committed token in its node's row
     finite: Array = _array("bs", "w")
-    row_min: Array = _array("bs", "w")  # smallest and largest logit of each row
-    row_max: Array = _array("bs", "w")
+    row_min: Array = _array("bs", "w", kind=REAL)  # smallest and largest logit of each row
+    row_max: Array = _array("bs", "w", kind=REAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +268,12 @@ class Attention:
     is kept as float32, which holds it exactly.
     """
 
-    q: Array = _array("*", "*", "*")
-    k: Array = _array("*", "*", "*")
-    v: Array = _array("*", "*", "*")
-    k_prefix: Array = _array("*", "*", "*")
-    v_prefix: Array = _array("*", "*", "*")
-    output: Array = _array("*", "*", "*")
+    q: Array = _array("*", "*", "*", kind=REAL)
+    k: Array = _array("*", "*", "*", kind=REAL)
+    v: Array = _array("*", "*", "*", kind=REAL)
+    k_prefix: Array = _array("*", "*", "*", kind=REAL)
+    v_prefix: Array = _array("*", "*", "*", kind=REAL)
+    output: Array = _array("*", "*", "*", kind=REAL)
     scale: float | None = None
     layer: Int = None
 
@@ -378,7 +386,7 @@ class Step:
                 yield path, value, declared
 
     def misfit(self, path: str) -> str | None:
-        """How the array at a dotted path departs from its declared shape, or None if it fits."""
+        """How the array at a dotted path departs from what is declared, or None if it fits."""
         declared, value = ARRAY_SHAPES[path], self.get(path)
         if value is None:
             return None
@@ -388,13 +396,23 @@ class Step:
         fits = len(actual) == len(wanted) and all(
             want in (None, size) for want, size in zip(wanted, actual, strict=True)
         )
-        text = " x ".join(declared)
-        return None if fits else f"has shape {_shape(actual)}, expected {text} = {_shape(wanted)}"
+        if not fits:
+            text = " x ".join(declared)
+            return f"has shape {_shape(actual)}, expected {text} = {_shape(wanted)}"
+        kind = ARRAY_KINDS[path]
+        return None if _is_of(kind, value.dtype) else f"holds {value.dtype}, expected {kind}"
 
     def misfits(self) -> dict[str, str]:
-        """Arrays whose shape is not the declared one: dotted path to a phrase with both shapes."""
+        """Arrays of another shape or type than declared: dotted path to a phrase with both."""
         found = {path: self.misfit(path) for path in ARRAY_SHAPES}
         return {path: text for path, text in found.items() if text is not None}
+
+
+def _is_of(kind: str, dtype: Any) -> bool:
+    """Whether elements are of the declared kind. A tensor's dtype is judged on the host."""
+    found = getattr(dtype, "kind", None)
+    byte = kind != BYTES or found is None or dtype.itemsize == 1
+    return byte and (found is None or found in _DTYPE_KINDS[kind])
 
 
 def _shape(wanted: tuple[int | None, ...]) -> str:
@@ -412,4 +430,10 @@ ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {
     for part, kind in PARTS.items()
     for f in dataclasses.fields(kind)
     if "shape" in f.metadata
+}
+
+ARRAY_KINDS: Mapping[str, str] = {
+    path: PARTS[part].__dataclass_fields__[name].metadata["kind"]
+    for path in ARRAY_SHAPES
+    for part, name in (path.split("."),)
 }

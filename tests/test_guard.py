@@ -15,10 +15,11 @@ from ddtree_guard.config import Config, RuleSelection
 from ddtree_guard.errors import UsageError
 from ddtree_guard.guard import Guard, NotChecked, Report, find_rule
 from ddtree_guard.rule import Cost, Finding, NotEvaluable, Scope, Site, rule
-from ddtree_guard.step import ARRAY_SHAPES, Step
+from ddtree_guard.step import ARRAY_KINDS, ARRAY_SHAPES, BYTES, REAL, WHOLE, Step
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.steps import sound_step
 
+UNREAD = ("mask.tree_bits", "layout.prefix_lens_cpu")  # for words and for the ring only
 NEVER_RAISE = ("CFG", "W", "M")  # families whose rules must judge or decline, and not fail
 
 
@@ -122,11 +123,11 @@ def test_a_missing_array_is_named(path: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(ARRAY_SHAPES))
 def test_a_misshapen_array_is_a_finding_of_w5(path: str) -> None:
-    step = sound_step(padded_bs=4).replace(**{path.replace(".", "__"): np.zeros((1, 2, 3), int)})
+    step = sound_step(padded_bs=4).replace(**{path.replace(".", "__"): np.zeros((1, 2, 3, 4), int)})
     report = Guard().check(step)
     w5 = next(f for f in report.findings if f.rule == "W5")
     assert path in w5.equation
-    assert "(1, 2, 3)" in w5.actual
+    assert w5.actual == "(1, 2, 3, 4)"
 
 
 def test_rules_that_need_a_misshapen_array_point_to_w5() -> None:
@@ -288,8 +289,10 @@ def test_an_empty_batch_is_sound() -> None:
     none = np.zeros(0, np.int64)
     step = sound_step(lens=(5,), w=4, block=4)
     empty = {
-        path.replace(".", "__"): np.zeros([{"BS+1": 1, "w": 4}.get(n, 0) for n in shape], np.int64)
-        for path, _, shape in step.arrays()
+        path.replace(".", "__"): np.zeros(
+            [{"BS+1": 1, "w": 4}.get(n, 0) for n in shape], value.dtype
+        )
+        for path, value, shape in step.arrays()
     }
     step = step.replace(
         bs=0, padded_bs=0, **empty, layout__rows=dict.fromkeys(step.layout.rows, 0),
@@ -301,10 +304,42 @@ def test_an_empty_batch_is_sound() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.float32, np.uint16])
-def test_mask_cells_of_another_type_are_not_judged(kind: Any) -> None:
+def test_mask_cells_of_another_type_are_w5s_and_not_judged(kind: Any) -> None:
     step = sound_step()
     report = judged(step.replace(mask__cells=step.mask.cells.astype(kind)))
-    assert reasons(report)["M2"].endswith("expected bool or uint8")
+    assert report.rules == ("W5",)
+    assert reasons(report)["M2"].endswith("(bool or uint8) (see W5)")
+
+
+RETYPED = {**dict.fromkeys((WHOLE, BYTES), (np.float64, np.complex128, object)), REAL: (object,)}
+
+
+@pytest.mark.parametrize("path", sorted(path for path, _, _ in sound_step(3, padded_bs=4).arrays()))
+def test_an_array_of_another_type_is_w5s_and_no_rule_passes_by_leaving_it_out(path: str) -> None:
+    sound = sound_step(3, padded_bs=4)
+    before = Guard().check(sound)
+    for kind in RETYPED[ARRAY_KINDS[path]]:
+        retyped = (sound.get(path) + 1).astype(kind)
+        report = judged(sound.replace(**{path.replace(".", "__"): retyped}))
+        w5 = next(f for f in report.findings if f.rule == "W5")
+        assert w5.equation.startswith(f"{path}.dtype = {np.dtype(kind)}, expected ")
+        read = [rule for rule in before.checked if rule not in report.checked]
+        assert read or path in UNREAD
+        assert all("(see W5)" in reasons(report)[rule] for rule in read)
+
+
+def test_a_type_that_does_not_fit_costs_no_words_of_another_finding() -> None:
+    step = FAULTS["A4"](sound_step(), 2).step
+    report = Guard().check(step.replace(outcome__truncated=np.zeros(3)))
+    assert {"A4", "W5"} <= set(report.rules)
+
+
+def test_a_negative_length_of_the_scheduler_is_w5s() -> None:
+    step = sound_step()
+    mirror = step.layout.prefix_lens_cpu.copy()
+    mirror[2] = -1
+    report = Guard().check(step.replace(layout__prefix_lens_cpu=mirror))
+    assert [(f.rule, f.request, f.actual) for f in report.findings] == [("W5", 2, "-1")]
 
 
 def test_boolean_mask_cells_are_judged_like_bytes() -> None:
