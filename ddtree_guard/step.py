@@ -328,7 +328,7 @@ class Who:
 
     def rid(self, request: int | None) -> str | None:
         """The request id of a request index, where known."""
-        known = request is not None and 0 <= request < len(self.rids)
+        known = request is not None and 0 <= request < len(self.rids or ())
         return self.rids[request] if known and request is not None else None
 
 

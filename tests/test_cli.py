@@ -147,6 +147,38 @@ def test_check_says_why_a_rule_was_not_checked(run: Run, tmp_path: Path) -> None
     assert "W1 not checked on 1 of 2 steps: no queries here" in out
 
 
+def test_check_says_without_being_asked_what_it_could_not_judge(run: Run, tmp_path: Path) -> None:
+    odd = SOUND.replace(layout__mask_indptr=SOUND.layout.mask_indptr.astype(float))
+    code, out, _ = run("check", dumped(tmp_path, SOUND, odd), "--rules=W1,W3")
+    assert code == 0
+    assert "W3 not checked on 1 of 2 steps: layout.mask_indptr holds float64, expected whole" in out
+    assert out.splitlines()[-1].startswith("checked 2 steps, 1 rule, clean; 1 rule on some steps")
+    assert run("check", dumped(tmp_path, SOUND, odd))[0] == 1  # W5 sees it
+
+
+def test_a_step_without_any_checked_rule_has_its_own_line(run: Run, tmp_path: Path) -> None:
+    exempt = SOUND.replace(contract__not_checked={rule.id: "trust me" for rule in ALL})
+    path = dumped(tmp_path, SOUND, exempt)
+    _, out, _ = run("check", path)
+    assert "NOT CHECKED: no rule could be evaluated on 1 of 2 steps (index 1)" in out
+    assert "clean; " in out
+    assert out.rstrip().endswith("(--all says why)")
+    assert json.loads(run("check", path, "--json")[1])["steps_without_rules"] == [1]
+    assert run("check", dumped(tmp_path, exempt))[0] == 4
+
+
+def test_a_cause_is_written_once(run: Run, tmp_path: Path) -> None:
+    step = SOUND.replace(
+        layout__qo_indptr=SOUND.layout.qo_indptr // 17 * 8,
+        widths__holders={"backend": 8},
+        layout__max_extend_len=8,
+    )
+    out = run("check", dumped(tmp_path, step))[1]
+    assert out.count("instead of from the batch") == 1
+    assert out.count("same as CFG1") >= 2
+    assert out.count("symbols: w rows per request") == 1
+
+
 def test_check_of_a_step_with_missing_parts_is_never_clean(run: Run, tmp_path: Path) -> None:
     code, out, err = run("check", dumped(tmp_path, Step(2, 2, Widths(17))), "--rules=W1,W3")
     assert code == 4

@@ -368,6 +368,63 @@ def test_values_that_are_no_array_are_never_clean(value: object) -> None:
     assert "W3" not in report.checked or "W3" in report.rules
 
 
+WRONG_FORMS: dict[str, Any] = {
+    **dict.fromkeys(("widths", "layout", "contract", "who", "bs", "widths__w"), None),
+    "contract__not_checked": None,
+    "padded_bs": "2",
+    "widths__budget": "x",
+    "mask__capacity": 2.5,
+    "who__rank": 3,
+    "layout__grids": 5,
+}
+
+
+@pytest.mark.parametrize("path", WRONG_FORMS)
+def test_a_part_of_another_type_is_one_sentence(path: str) -> None:
+    step = sound_step(lens=(4, 5), padded_bs=4).replace(**{path: WRONG_FORMS[path]})
+    with pytest.raises(
+        UsageError, match=rf"the step's {path.replace('__', '.')} to be a?.*, found"
+    ):
+        Guard().check(step)
+
+
+@pytest.mark.parametrize("value", ["17", 17.0, None])
+def test_a_width_that_is_no_whole_number_is_never_clean(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"widths\.w to be a whole number, found"):
+        Guard().check(sound_step().replace(widths__w=value))
+
+
+def test_numbers_of_numpy_are_whole_numbers() -> None:
+    step = sound_step(4)
+    same = step.replace(bs=np.int64(step.bs), widths__w=np.int32(step.w))
+    assert Guard().check(same).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("contract__mask_length", "capactiy"),
+        ("contract__pad_rows", "slef"),
+        ("contract__mask_unit", 0),
+        ("contract__pad_lanes", {"layout.prefix_len": 1}),
+        ("outcome__walk", "chian"),
+        ("who__path", "grpah"),
+    ],
+)
+def test_a_mode_of_no_meaning_is_w5s(path: str, value: Any) -> None:
+    report = Guard().check(sound_step(lens=(4, 5)).replace(**{path: value}))
+    w5 = next(f for f in report.findings if f.rule == "W5")
+    assert path.replace("__", ".") in w5.equation
+
+
+def test_an_absent_part_is_told_from_data_that_cannot_be_judged() -> None:
+    step = sound_step().replace(mask__cells=None, layout__mask_indptr=np.zeros(9))
+    step = step.replace(contract__not_checked={"W1": "no queries"})
+    by_data = {entry.rule: entry.by_data for entry in Guard().check(step).not_checked}
+    assert (by_data["M2"], by_data["W1"], by_data["M6"]) == (False, False, False)
+    assert by_data["W3"]
+
+
 def test_what_is_not_a_step_is_refused_in_a_sentence() -> None:
     with pytest.raises(UsageError, match=r"expects a ddtree_guard\.Step, found dict"):
         Guard().check({})  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ HEAVY = {"torch", "triton", "sglang"}
 # Design section 2, lowest first. A module may import its own layer and the layers below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "step", "rule"),
+    ("config", "step", "rule", "form"),
     ("checks", "attention.reference", "device"),
     ("render", "recorder", "dump", "guard", "metrics"),
     ("hooks", "attention", "ddtree"),
