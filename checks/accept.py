@@ -176,7 +176,7 @@ def _wrong_length(step: Step, lens: Any, cut: Any, lengths: Any) -> Finding | No
         headline=f"request {i}: the committed length is not the path's",
         equation=f"L = {count}, expected {ranged} and accepted rows - truncated = "
         f"{nodes}-{behind} = {nodes - behind}",
-        expected=str(nodes - behind),
+        expected=ranged if count == nodes - behind else str(nodes - behind),
         actual=str(count),
         request=i,
         cause="the bonus token was counted twice or not at all"

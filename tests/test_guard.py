@@ -428,3 +428,10 @@ def test_an_absent_part_is_told_from_data_that_cannot_be_judged() -> None:
 def test_what_is_not_a_step_is_refused_in_a_sentence() -> None:
     with pytest.raises(UsageError, match=r"expects a ddtree_guard\.Step, found dict"):
         Guard().check({})  # type: ignore[arg-type]
+
+
+def test_a_rule_never_sees_a_needed_array_of_another_shape() -> None:
+    step = sound_step()
+    report = Guard().check(step.replace(mask__cells=step.mask.cells[:, None]))
+    assert reasons(report)["M9"].endswith("(see W5)")  # M9 only counts the cells
+    assert report.rules == ("W5",)

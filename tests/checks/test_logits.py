@@ -195,3 +195,10 @@ def test_grammar_counts_for_committed_tokens_only() -> None:
 @pytest.mark.parametrize("w", [1, 2])
 def test_narrow_steps_are_sound(rule: str, w: int) -> None:
     assert broken(rule, sound_step(3, lens=(5, 9), w=w)) is None
+
+
+def test_the_bonus_token_is_an_id_too() -> None:
+    """The last committed token is the target's own; nothing drafted it."""
+    found = broken("L2", edit("outcome.committed", (1, 2), VOCAB))
+    assert found is not None
+    assert (found.request, found.row) == (1, 2)
