@@ -198,7 +198,8 @@ def _number(env: Mapping[str, str], suffix: str, default: int, least: int) -> in
     short = len(value) <= _DIGITS  # Python refuses to read thousands of them
     if not (short and value.isascii() and value.isdigit() and int(value) >= least):
         wanted = f"at least {least}" if short else f"at most {_DIGITS} digits"
-        raise UsageError(f"{_name(suffix)}={_clipped(value)} is not a whole number of {wanted}.")
+        shown = f"{_name(suffix)}={_clipped(value)}"
+        raise UsageError(f"{shown} is not a whole number of {wanted}.")
     return int(value)
 
 

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     out = terminal.console()
     widths = ", ".join(f"{name} {value}" for name, value in step.widths.holders.items())
     out.print(
-        f"step {step.who.step_id} (index {at} of {len(dump)}), {step.who.rank}, "
+        f"step {step.who.step_id} (index {at} of {len(dump)}), {plain(step.who.rank)}, "
         f"{plain(step.who.backend_kind)} {plain(step.who.backend)}, {plain(step.who.path)} path, "
         f"SGLang {plain(step.who.release) or '?'}\n"
         f"bs={step.bs} BS={step.padded_bs} w={step.w} b={step.widths.block} "
@@ -37,13 +37,17 @@ def run(args: argparse.Namespace) -> int:
     )
     out.print(f"written by trigger {plain(dump.trigger['kind'])}: {plain(dump.trigger['why'])}",
               markup=False)  # fmt: skip
+    if dump.redacted:
+        out.print("redacted dump: tokens and request ids are hashes, equal where the ids are equal")
     for finding in mine:
         out.print("\n" + block(finding, step), markup=False, soft_wrap=True)
     out.print()
     out.print(terminal.requests_table(step))
-    for picture in (terminal.ruler, terminal.heatmap, terminal.tree):
-        out.print(picture(step, request))
+    for picture in (terminal.ruler, terminal.heatmap):
+        out.print(picture(step, request, out.width))
         out.print()
+    out.print(terminal.tree(step, request))
+    out.print()
     return 0
 
 

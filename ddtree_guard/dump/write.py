@@ -115,6 +115,8 @@ class DumpWriter:
         Raises OSError as the file system does, DumpError for a value that cannot be held or must
         not be, and DumpTooLarge when the newest step alone is over the limit.
         """
+        if not steps:
+            raise UsageError("a dump was expected to hold a step, found none; give at least one.")
         notes = notes or Notes(trigger="finding" if findings else "manual")
         if self.config.redact:
             steps = [self.redactor.step(step) for step in steps]
@@ -245,11 +247,13 @@ def _rename(temporary: Path, final: Path) -> Path:
 
 def _name(step: Step, rule: str) -> str:
     stamp = _now().strftime("%Y%m%dT%H%M%S.%f")[:-3] + "Z"
-    return f"{stamp}_{_safe(step.who.rank)}_pid{os.getpid()}_step{step.who.step_id}_{_safe(rule)}"
+    rank, step_id = _safe(step.who.rank), _safe(str(step.who.step_id))
+    return f"{stamp}_{rank}_pid{os.getpid()}_step{step_id}_{_safe(rule)}"
 
 
 def _safe(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-") or "unnamed"
+    """The name as a part of a file name, which may have 255 bytes in all."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:60] or "unnamed"
 
 
 def _now() -> datetime:

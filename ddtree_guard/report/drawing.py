@@ -14,9 +14,8 @@ import numpy as np
 from ddtree_guard.render import plain
 from ddtree_guard.step import Step
 
-WIDTH = 100
+WIDTH, LEAST = 100, 60
 _MARGIN = 10  # "expected  "
-_SPAN = WIDTH - _MARGIN - 2
 
 # Heat map states, least to most alarming: pooling several cells into one keeps the worst.
 HIDDEN, SEEN, LOST, LEAKED, UNWRITTEN, OUTSIDE = range(6)
@@ -28,7 +27,12 @@ LEGEND = (
 
 
 def ruler(
-    title: str, unit: str, expected: Sequence[int], actual: Sequence[int], request: int = 0
+    title: str,
+    unit: str,
+    expected: Sequence[int],
+    actual: Sequence[int],
+    request: int = 0,
+    width: int = WIDTH,
 ) -> list[str]:
     """Expected and actual request boundaries to one scale, around a request, with the misreading.
 
@@ -38,16 +42,17 @@ def ruler(
     low, high = window(request, len(expected) - 1)
     own, used = list(expected[low : high + 1]), list(actual[low : high + 1])
     first, last = min(own + used), max(own + used)
-    scale = _SPAN / max(last - first, 1)
+    span = width - _MARGIN - 2
+    scale = span / max(last - first, 1)
     where = f", requests {low} to {high - 1} of {len(expected) - 1}"
     marks = [round((v - first) * scale) for v in own], [round((v - first) * scale) for v in used]
-    shades = [_shade(own, used, i) for i in range(high - low)]
+    shades = [_shade(own, used, i, span) for i in range(high - low)]
     return [
         f"{title}, in {unit}{where}",
-        _row("", _labels(own, marks[0])),
-        _row("expected", _bar(marks[0], ["━" * _SPAN] * (high - low))),
-        _row("actual", _bar(marks[1], shades)),
-        _row("", _labels(used, marks[1])),
+        _row("", _labels(own, marks[0], span)),
+        _row("expected", _bar(marks[0], ["━" * span] * (high - low), span)),
+        _row("actual", _bar(marks[1], shades, span)),
+        _row("", _labels(used, marks[1], span)),
         *(_row("", text) for text in _misread(unit, own, used, low)),
     ]
 
@@ -62,16 +67,16 @@ def _row(name: str, text: str) -> str:
     return f"{name:{_MARGIN}}{text}".rstrip()
 
 
-def _shade(own: Sequence[int], used: Sequence[int], i: int) -> str:
+def _shade(own: Sequence[int], used: Sequence[int], i: int, span: int) -> str:
     """The fill of request i's stretch, one character per step of the scale."""
     if used[i + 1] <= used[i]:
         return ""
-    cells = np.linspace(used[i], used[i + 1], _SPAN, endpoint=False)
+    cells = np.linspace(used[i], used[i + 1], span, endpoint=False)
     return "".join("━" if own[i] <= c < own[i + 1] else "░" for c in cells)
 
 
-def _bar(marks: Sequence[int], fills: Sequence[str]) -> str:
-    line = [" "] * (_SPAN + 2)
+def _bar(marks: Sequence[int], fills: Sequence[str], span: int) -> str:
+    line = [" "] * (span + 2)
     for (begin, end), fill in zip(pairwise(marks), fills, strict=True):
         for at in range(begin, end):
             inside = (at - begin) * len(fill) // max(end - begin, 1)
@@ -81,12 +86,12 @@ def _bar(marks: Sequence[int], fills: Sequence[str]) -> str:
     return "".join(line)
 
 
-def _labels(values: Sequence[int], marks: Sequence[int]) -> str:
+def _labels(values: Sequence[int], marks: Sequence[int], span: int) -> str:
     """The numbers under their marks; one that would touch its neighbour is left out."""
     line = ""
     for value, mark in zip(values, marks, strict=True):
         text = str(value)
-        at = min(mark, _SPAN + 2 - len(text))
+        at = min(mark, span + 2 - len(text))
         if at > len(line) or not line:
             line = line.ljust(at) + text
     return line
@@ -125,9 +130,9 @@ def offsets(step: Step) -> list[tuple[str, str, list[int], list[int]]]:
     return found
 
 
-def rulers(step: Step, request: int = 0) -> list[str]:
+def rulers(step: Step, request: int = 0, width: int = WIDTH) -> list[str]:
     """The rulers of the query rows and of the mask cells, where the step holds them."""
-    lines = [line for one in offsets(step) for line in (*ruler(*one, request), "")]
+    lines = [line for one in offsets(step) for line in (*ruler(*one, request, width), "")]
     return lines or ["offsets: not in this step", ""]
 
 
@@ -192,7 +197,7 @@ def _visible(parents: Any) -> Any:
     return visible
 
 
-def heatmap(step: Step, request: int) -> list[str]:
+def heatmap(step: Step, request: int, width: int = WIDTH) -> list[str]:
     """The request's tree block as a picture: rows are queries, columns are keys of the tree."""
     w = step.w
     head = f"mask of request {request}{_rid(step, request)}, {w} x {w} tree block"
@@ -202,11 +207,11 @@ def heatmap(step: Step, request: int) -> list[str]:
         return [f"{head}: {why}"]
     wrong = int((states > SEEN).sum())
     head += ": as the tree says" if not wrong else f": {wrong} of {w * w} cells are wrong"
-    pool = -(-w // (WIDTH - _MARGIN))
+    pool = -(-w // (width - _MARGIN))
     if pool > 1:
         states = pooled(states, pool)
         head += f"; one character is {pool} x {pool} cells, the worst of them"
-    wide = 2 if len(states) * 2 <= WIDTH - _MARGIN else 1
+    wide = 2 if len(states) * 2 <= width - _MARGIN else 1
     lines = [
         f"{'row ' + str(at * pool):>8}  " + "".join(GLYPHS[s][:wide] for s in row)
         for at, row in enumerate(states)

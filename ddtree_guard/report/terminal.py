@@ -6,6 +6,7 @@ Without colour (a pipe, NO_COLOR) nothing is lost: the pictures carry their mean
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -25,12 +26,18 @@ _RULER_STYLES = {"━": "green", "░": "bold red", "┃": "bold"}
 
 
 def console(file: TextIO | None = None) -> Console:
-    """A console of at most 100 columns; 100 when the output is not a terminal."""
+    """A console of 60 to 100 columns; 100 when the output is not a terminal.
+
+    With NO_COLOR nothing is sent but text: no bold and no dim either.
+    """
     from rich.console import Console
 
     file = file or sys.stdout
     found = Console(file=file)
     width = min(found.width, drawing.WIDTH) if found.is_terminal else drawing.WIDTH
+    width = max(width, drawing.LEAST)
+    if found.no_color:
+        return Console(file=file, highlight=False, width=width, color_system=None)
     return Console(file=file, highlight=False, width=width)
 
 
@@ -57,16 +64,19 @@ def requests_table(step: Step) -> Table:
     return table(list(COLUMNS), listed, title="requests (right value -> value in this step)")
 
 
-def heatmap(step: Step, request: int) -> Any:
+def heatmap(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
     """The coloured mask picture of a request, with its legend."""
-    head, *lines = drawing.heatmap(step, request)
+    from rich.text import Text
+
+    head, *lines = drawing.heatmap(step, request, width)
     body = [_coloured(line, _GLYPH_STYLES, skip=10) for line in lines]
-    return _join([_bold(head), *body, _coloured(drawing.LEGEND if lines else "", {})])
+    legend = textwrap.wrap(drawing.LEGEND, width) if lines else []
+    return _join([_bold(head), *body, *(Text(part) for part in legend)])
 
 
-def ruler(step: Step, request: int) -> Any:
+def ruler(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
     """The coloured rulers of query rows and mask cells around a request."""
-    lines = drawing.rulers(step, request)
+    lines = drawing.rulers(step, request, width)
     return _join([_coloured(line, _RULER_STYLES, skip=10) for line in lines])
 
 
