@@ -179,8 +179,9 @@ def _choice(env: Mapping[str, str], suffix: str, kind: type[E_], default: E_) ->
         return kind(value)
     except ValueError:
         right = ", ".join(str(member.value) for member in kind)
+        shown = f"{_name(suffix)}={_clipped(value)}"
         raise UsageError(
-            f"{_name(suffix)}={_clipped(value)} is not a {kind.__name__.lower()}. Use one of: {right}."
+            f"{shown} is not a {kind.__name__.lower()}. Use one of: {right}."
         ) from None
 
 

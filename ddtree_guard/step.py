@@ -425,15 +425,11 @@ PARTS: Mapping[str, type] = {
     "device": Device, "who": Who, "contract": Contract,
 }  # fmt: skip
 
-ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {
-    f"{part}.{f.name}": f.metadata["shape"]
+_ARRAYS = {
+    f"{part}.{f.name}": f.metadata
     for part, kind in PARTS.items()
     for f in dataclasses.fields(kind)
     if "shape" in f.metadata
 }
-
-ARRAY_KINDS: Mapping[str, str] = {
-    path: PARTS[part].__dataclass_fields__[name].metadata["kind"]
-    for path in ARRAY_SHAPES
-    for part, name in (path.split("."),)
-}
+ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {path: m["shape"] for path, m in _ARRAYS.items()}
+ARRAY_KINDS: Mapping[str, str] = {path: m["kind"] for path, m in _ARRAYS.items()}

@@ -14,6 +14,7 @@ from ddtree_guard.config import Config
 from ddtree_guard.dump import write
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.dump.write import DumpTooLarge, DumpWriter
+from ddtree_guard.errors import UsageError
 from ddtree_guard.guard import Guard
 from ddtree_guard.step import Step
 from ddtree_guard.testing.faults import FAULTS
