@@ -273,9 +273,10 @@ def _misfit_finding(path: str, text: str, more: int) -> Finding:
     if found.startswith("has shape "):
         return _shape_finding(f"{path}.shape", found.removeprefix("has shape "), wanted, more)
     actual = found.removeprefix("holds ")
+    what = "max()" if actual.isdigit() else "dtype"
     return Finding(
         headline=f"{path} does not hold what is declared",
-        equation=f"{path}.dtype = {actual}, expected {wanted}"
+        equation=f"{path}.{what} = {actual}, expected {wanted}"
         + (f" (and {more} more arrays)" if more else ""),
         expected=wanted,
         actual=actual,

@@ -95,6 +95,16 @@ def block(
     return "\n".join(map(plain, lines))
 
 
+def blocks(found: Iterable[tuple[Step, Finding]]) -> list[str]:
+    """The blocks of several findings; a cause is written out where it first occurs."""
+    first: dict[str, str] = {}
+    lines = []
+    for step, finding in found:
+        rule = first.setdefault(finding.cause, finding.rule)
+        lines.append(block(finding, step, same_cause=None if rule == finding.rule else rule))
+    return lines
+
+
 def headline(finding: Finding) -> str:
     """Rule, defect name and what happened, in one line."""
     return plain(f"{finding.rule} {finding.name}: {finding.headline}")

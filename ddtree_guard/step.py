@@ -21,6 +21,7 @@ Int: TypeAlias = Any  # int, or None when unknown
 
 
 WHOLE, BYTES, REAL = "whole numbers", "one byte per cell (bool or uint8)", "numbers"
+_LARGEST = (1 << 63) - 1
 _DTYPE_KINDS = {WHOLE: "biu", BYTES: "biu", REAL: "biuf"}  # as NumPy names them
 
 
@@ -400,7 +401,11 @@ class Step:
             text = " x ".join(declared)
             return f"has shape {_shape(actual)}, expected {text} = {_shape(wanted)}"
         kind = ARRAY_KINDS[path]
-        return None if _is_of(kind, value.dtype) else f"holds {value.dtype}, expected {kind}"
+        if not _is_of(kind, value.dtype):
+            return f"holds {value.dtype}, expected {kind}"
+        if str(value.dtype) == "uint64" and (value > _LARGEST).any():  # would read as -1
+            return f"holds {int(value.max())}, expected at most {_LARGEST}"
+        return None
 
     def misfits(self) -> dict[str, str]:
         """Arrays of another shape or type than declared: dotted path to a phrase with both."""

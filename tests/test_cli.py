@@ -182,6 +182,7 @@ def test_a_cause_is_written_once(run: Run, tmp_path: Path) -> None:
     assert out.count("instead of from the batch") == 1
     assert out.count("same as CFG1") >= 2
     assert out.count("symbols: w rows per request") == 1
+    assert run("show", dumped(tmp_path, step))[1].count("instead of from the batch") == 1
 
 
 def test_check_of_a_step_with_missing_parts_is_never_clean(run: Run, tmp_path: Path) -> None:

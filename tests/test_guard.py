@@ -334,6 +334,14 @@ def test_a_type_that_does_not_fit_costs_no_words_of_another_finding() -> None:
     assert {"A4", "W5"} <= set(report.rules)
 
 
+def test_a_number_that_would_wrap_to_a_padding_value_is_w5s() -> None:
+    step = sound_step()
+    allowed = step.outcome.allowed.astype(np.uint64)  # -1, no grammar, becomes 2**64 - 1
+    report = Guard().check(step.replace(outcome__allowed=allowed))
+    assert [(f.rule, f.actual) for f in report.findings] == [("W5", str(2**64 - 1))]
+    assert reasons(report)["L4"].endswith("(see W5)")
+
+
 def test_a_negative_length_of_the_scheduler_is_w5s() -> None:
     step = sound_step()
     mirror = step.layout.prefix_lens_cpu.copy()

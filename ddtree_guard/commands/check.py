@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,14 +85,10 @@ def run(args: argparse.Namespace) -> int:
 def text(result: Recheck, list_all: bool = False) -> list[str]:
     """Blocks of the first finding of each rule, then what was not confirmed, then the summary."""
     lines: list[str] = []
-    counts: dict[str, int] = {}
-    causes: dict[str, str] = {}
-    for step, finding in result.found:
-        counts[finding.rule] = counts.get(finding.rule, 0) + 1
-        if counts[finding.rule] == 1:
-            first = causes.setdefault(finding.cause, finding.rule)
-            same = first if first != finding.rule else None
-            lines += [render.block(finding, step, same_cause=same), ""]
+    counts = Counter(finding.rule for _, finding in result.found)
+    firsts = {finding.rule: (step, finding) for step, finding in reversed(result.found)}
+    for block in render.blocks(firsts[rule] for rule in counts):
+        lines += [block, ""]
     lines += [render.LEGEND, ""] if result.found else []
     more = [f"{rule} in {n - 1} more" for rule, n in counts.items() if n > 1]
     if more:

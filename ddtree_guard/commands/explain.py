@@ -104,7 +104,7 @@ def _explain_dump(as_json: bool, path: str) -> int:
     found = dump.findings()
     firsts = {finding.rule: (at, finding) for at, finding in reversed(found)}
     rules = [find(name) for name in reversed(firsts)]
-    blocks = [render.block(f, dump.step(at)) for at, f in reversed(list(firsts.values()))]
+    blocks = render.blocks((dump.step(at), f) for at, f in reversed(list(firsts.values())))
     extra = {"dump": str(dump.path), "findings": [[at, f.rule] for at, f in found]}
     if not rules and not as_json:
         print(f"No finding was recorded in this dump.\nNext: ddtree-guard check {_path(dump.path)}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import UsageError
-from ddtree_guard.render import block, plain
+from ddtree_guard.render import blocks, plain
 from ddtree_guard.report import drawing, rows, terminal
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
               markup=False)  # fmt: skip
     if dump.redacted:
         out.print("redacted dump: tokens and request ids are hashes, equal where the ids are equal")
-    for finding in mine:
-        out.print("\n" + block(finding, step), markup=False, soft_wrap=True)
+    for text in blocks((step, finding) for finding in mine):
+        out.print("\n" + text, markup=False, soft_wrap=True)
     out.print()
     out.print(terminal.requests_table(step))
     for picture in (terminal.ruler, terminal.heatmap):

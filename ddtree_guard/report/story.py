@@ -41,7 +41,7 @@ def tell(results: Sequence[Result], draft: int, dump: Path, checked: Recheck, go
         else "IMPORTED " + ", ".join(checked.loaded)
     )
     out.print(f"  ddtree-guard check: exit {checked.exit_code}, {what}", markup=False)
-    out.print(f"  {render.plain(checked.last_line)}", markup=False)
+    out.print(f"  {render.plain(checked.last_line)}", markup=False, soft_wrap=True)
     path = shlex.quote(str(dump))
     out.print(f"  next: ddtree-guard show {path}", markup=False, soft_wrap=True)
     out.print("        ddtree-guard explain W3\n", markup=False)
