@@ -6,12 +6,15 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
+from typing import Any
+
+import numpy as np
 
 from ddtree_guard.checks import ALL
 from ddtree_guard.config import Config
 from ddtree_guard.errors import UsageError
 from ddtree_guard.rule import Finding, NotEvaluable, Rule, Site
-from ddtree_guard.step import Step
+from ddtree_guard.step import ARRAY_SHAPES, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,20 @@ class Guard:
         self.rules = tuple(r for r in rules if self.config.rules.wants(r.id, day))
 
     def check(self, step: Step, sites: Iterable[Site] = tuple(Site)) -> Report:
-        """Evaluate every selected rule of these sites on a host Step. Never raises for bad data.
+        """Evaluate every selected rule of these sites. Never raises for bad data.
 
-        A rule whose needs are missing or misshapen, whose contract exempts it, or that fails on
-        the data it met is "not checked"; W5 reports the misshapen arrays themselves.
+        Arrays may be NumPy arrays, tensors or lists; they are taken to the host first. A rule whose
+        needs are missing or misshapen, whose contract exempts it, or that fails on the data it met
+        is "not checked"; W5 reports the misshapen arrays themselves. Raises UsageError for what is
+        not a Step.
         """
+        if not isinstance(step, Step):
+            raise UsageError(
+                f"Guard.check expects a ddtree_guard.Step, found {type(step).__name__}; "
+                "examples/check_a_step.py fills one by hand."
+            )
         wanted = set(sites)
+        step = on_host(step)
         misfits = step.misfits()
         findings: list[Finding] = []
         checked: list[str] = []
@@ -94,6 +105,24 @@ class Guard:
             if why is not None:
                 skipped.append(NotChecked(rule.id, why))
         return Report(tuple(findings), tuple(checked), tuple(skipped))
+
+
+def on_host(step: Step) -> Step:
+    """The step with every array as a NumPy array: tensors are copied, lists converted."""
+    foreign = {
+        path.replace(".", "__"): _array(value)
+        for path in ARRAY_SHAPES
+        if (value := step.get(path)) is not None and not isinstance(value, np.ndarray)
+    }
+    return step.replace(**foreign) if foreign else step
+
+
+def _array(value: Any) -> Any:
+    """A tensor or list as a NumPy array; what cannot be one becomes objects that no rule reads."""
+    try:
+        return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, RuntimeError):
+        return np.array([value], dtype=object)
 
 
 def _obstacle(rule: Rule, step: Step, misfits: dict[str, str]) -> str | None:

@@ -311,3 +311,28 @@ def test_boolean_mask_cells_are_judged_like_bytes() -> None:
     step = FAULTS["M2"](sound_step(), 2).step
     report = judged(step.replace(mask__cells=step.mask.cells.astype(np.bool_)))
     assert report.rules == ("M2", "M3")
+
+
+def test_lists_and_tensors_are_judged_like_arrays() -> None:
+    torch = pytest.importorskip("torch")
+    step = FAULTS["W3"](sound_step(seed=4), 2).step
+    for turn in (lambda a: a.tolist(), torch.from_numpy):
+        foreign = step.replace(
+            **{
+                path.replace(".", "__"): turn(value)
+                for path, value, _ in step.arrays()
+                if path != "mask.cells"  # a list does not say that its cells are bytes
+            }
+        )
+        assert Guard().check(foreign) == Guard().check(step)
+
+
+@pytest.mark.parametrize("value", [[[1], [2, 3]], object(), ["a"]])
+def test_values_that_are_no_array_are_never_clean(value: object) -> None:
+    report = Guard().check(sound_step(seed=4).replace(layout__mask_indptr=value))
+    assert "W3" not in report.checked or "W3" in report.rules
+
+
+def test_what_is_not_a_step_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UsageError, match=r"expects a ddtree_guard\.Step, found dict"):
+        Guard().check({})  # type: ignore[arg-type]

@@ -33,6 +33,10 @@ def main(argv: list[str] | None = None) -> int:
         if version not in known:
             parser.error(f"{version} is not in the matrix; choose from {', '.join(known)}")
     chosen = [r for r in MATRIX if not options.only or r.version in options.only]
+    for release in [r for r in chosen if sys.version_info < r.python]:
+        chosen.remove(release)
+        needed = ".".join(map(str, release.python))
+        print(f"SGLang {release.version} NOT TESTED: needs Python {needed}", flush=True)
     cache = Path(os.environ.get("DDTREE_GUARD_OVERLAYS") or ROOT / ".overlays")
     results = {}
     for count, release in enumerate(chosen, 1):

@@ -51,6 +51,11 @@ class VerifyRun:
     ran: bool = True
 
     @property
+    def right(self) -> bool:
+        """Whether the kernel ran and every row is within `TOLERANCE` of the oracle."""
+        return self.ran and not self.wrong_rows
+
+    @property
     def rows(self) -> int:
         """Rows compared: bs * w."""
         return self.step.bs * self.step.w

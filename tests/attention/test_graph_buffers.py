@@ -34,7 +34,7 @@ def test_corrected_holds_full_context_and_full_batch(block: int, choice: str) ->
     from ddtree_guard.testing.standins import build_backend, run_verify
 
     run = run_verify(build_backend(_full(block), choice), _full(block), "graph")
-    assert run.wrong_rows == ()
+    assert run.right
     assert Guard().check(run.step).findings == ()
 
 
@@ -66,7 +66,7 @@ def _read_cells(step: Any, lane: int) -> Any:
 
 def test_a_short_step_after_a_long_one_reads_nothing_stale() -> None:
     run, inputs = _short_after_long("corrected")
-    assert run.wrong_rows == ()
+    assert run.right
     for lane in range(2):
         assert (_read_cells(run.step, lane) == visible(inputs.tree.parents[lane].tolist())).all()
     for lane in (2, 3):
@@ -75,7 +75,7 @@ def test_a_short_step_after_a_long_one_reads_nothing_stale() -> None:
 
 def test_stock_leaves_stale_cells_to_padded_lanes() -> None:
     run, _ = _short_after_long("stock")
-    assert run.wrong_rows == ()
+    assert run.right
     assert any(_read_cells(run.step, lane).any() for lane in (2, 3))
 
 

@@ -37,8 +37,7 @@ def _run(case: VerifyCase, choice: str, path: str) -> Any:
 @pytest.mark.parametrize("choice", ["corrected", "auto"])
 def test_corrected_and_auto_are_right(choice: str, w: int, path: str) -> None:
     run = _run(_case(w, path), choice, path)
-    assert run.ran
-    assert run.wrong_rows == ()
+    assert run.right
     assert Guard().check(run.step).findings == ()
 
 
@@ -46,14 +45,15 @@ def test_corrected_and_auto_are_right(choice: str, w: int, path: str) -> None:
 @pytest.mark.parametrize("w", [17, 40])
 def test_stock_is_as_the_table_says(w: int, path: str) -> None:
     run = _run(_case(w, path, context=400), "stock", path)
-    assert (run.wrong_rows == ()) == _facts().follows_batch
+    assert run.ran
+    assert run.right == _facts().follows_batch
     assert ({"W1", "W3"} <= set(Guard().check(run.step).rules)) != _facts().follows_batch
 
 
 @pytest.mark.parametrize("choice", ["corrected", "auto"])
 def test_full_context_and_full_batch_fit(choice: str) -> None:
     case = _case(17, "graph", lens=(40,) * 5, context=40)
-    assert _run(case, choice, "graph").wrong_rows == ()
+    assert _run(case, choice, "graph").right
 
 
 def test_stock_cannot_hold_full_context_and_full_batch() -> None:
@@ -96,7 +96,7 @@ def test_a_width_stated_for_one_batch_is_forgotten_after_it() -> None:
     backend = build_backend(_case(17, "eager"), "corrected")
     narrow = _case(9, "eager", budget=8)
     run = run_verify(backend, narrow, "eager")
-    assert run.wrong_rows == ()
+    assert run.right
     assert {getattr(backend, name) for name in _facts().widths} == {17}
 
 
