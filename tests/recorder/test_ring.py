@@ -134,7 +134,7 @@ def test_steps_do_not_grow_memory() -> None:
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 32 << 10
+    assert after - before < 256 << 10  # a step of its own size per put would be megabytes
 
 
 def test_a_snapshot_while_steps_come_in_holds_whole_steps_only() -> None:
