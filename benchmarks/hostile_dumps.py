@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import subprocess
 import tempfile
 import time
@@ -19,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import ddtree_guard
-from ddtree_guard.testing.hostile import MUTATIONS, Arena, attack
+from ddtree_guard.testing.hostile import MUTATIONS, Arena, attack, peak_mb
 
 LIMIT_MB = 200
 
@@ -48,7 +47,7 @@ def main() -> int:
                 print(f"{n + 1} dumps, {time.monotonic() - began:.0f} s, {len(faults)} faults",
                       flush=True)  # fmt: skip
         outside = sorted(path.name for path in arena.root.iterdir())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = peak_mb()
     result = {
         "dumps": args.count,
         "seed": args.seed,

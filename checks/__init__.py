@@ -9,6 +9,7 @@ from ddtree_guard.checks import (
     logits,
     mask,
     positions,
+    ranks,
     tree,
     width,
 )
@@ -24,5 +25,6 @@ ALL: tuple[Rule, ...] = (
     *graph.RULES,
     *accept.RULES,
     *logits.RULES,
+    *ranks.RULES,
     *device.RULES,
 )

@@ -14,6 +14,7 @@ from typing import TypeVar
 from ddtree_guard.errors import UsageError
 
 PREFIX = "SGLANG_DDTREE_GUARD"
+TREE_PREFIX = "SGLANG_DDTREE"
 _DIGITS = 12
 
 
@@ -159,6 +160,11 @@ class Config:
         )
 
 
+def setting(name: str, env: Mapping[str, str] = os.environ) -> str:
+    """A variable that is not the guard's own, such as SGLANG_PLUGINS; empty if it is not set."""
+    return env.get(name, "").strip()
+
+
 VARIABLES = (
     "BACKEND", "DEPTH", "CAPTURE", "DUMP_DIR", "DUMP_MAX_MB", "DUMP_KEEP", "RING_STEPS",
     "REDACT", "SHADOW_EVERY", "RULES", "LOG",
@@ -167,8 +173,8 @@ VARIABLES = (
 E_ = TypeVar("E_", bound=Enum)
 
 
-def _name(suffix: str) -> str:
-    return f"{PREFIX}_{suffix}" if suffix else PREFIX
+def _name(suffix: str, prefix: str = PREFIX) -> str:
+    return f"{prefix}_{suffix}" if suffix else prefix
 
 
 def _choice(env: Mapping[str, str], suffix: str, kind: type[E_], default: E_) -> E_:
@@ -185,22 +191,25 @@ def _choice(env: Mapping[str, str], suffix: str, kind: type[E_], default: E_) ->
         ) from None
 
 
-def _switch(env: Mapping[str, str], suffix: str, default: bool) -> bool:
-    value = env.get(_name(suffix), "").strip().lower()
+def _switch(env: Mapping[str, str], suffix: str, default: bool, prefix: str = PREFIX) -> bool:
+    value = env.get(_name(suffix, prefix), "").strip().lower()
     if value in ("", "on", "1", "true", "off", "0", "false"):
         return value in ("on", "1", "true") if value else default
-    raise UsageError(f"{_name(suffix)}={_clipped(value)} is not a switch. Use one of: on, off.")
+    shown = f"{_name(suffix, prefix)}={_clipped(value)}"
+    raise UsageError(f"{shown} is not a switch. Use one of: on, off.")
 
 
-def _number(env: Mapping[str, str], suffix: str, default: int, least: int) -> int:
-    value = env.get(_name(suffix), "").strip()
+def _number(
+    env: Mapping[str, str], suffix: str, default: int, least: int, prefix: str = PREFIX
+) -> int:
+    name = _name(suffix, prefix)
+    value = env.get(name, "").strip()
     if not value:
         return default
     short = len(value) <= _DIGITS  # Python refuses to read thousands of them
     if not (short and value.isascii() and value.isdigit() and int(value) >= least):
         wanted = f"at least {least}" if short else f"at most {_DIGITS} digits"
-        shown = f"{_name(suffix)}={_clipped(value)}"
-        raise UsageError(f"{shown} is not a whole number of {wanted}.")
+        raise UsageError(f"{name}={_clipped(value)} is not a whole number of {wanted}.")
     return int(value)
 
 
@@ -227,3 +236,26 @@ def unset() -> None:
 def export(**values: str) -> None:
     """Set environment variables of this process, for what it imports and starts from now on."""
     os.environ.update(values)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeConfig:
+    """What the environment says about DDTREE. None and False mean "not set".
+
+    `budget` is the number of draft nodes to verify, `top_k` the candidates per position.
+    `incident` shows the draft block size to the target's attention backend, as the broken
+    deployment did: for demonstrations, never for serving.
+    """
+
+    budget: int | None = None
+    top_k: int | None = None
+    incident: bool = False
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> TreeConfig:
+        """Read `SGLANG_DDTREE_BUDGET`, `_TOPK` and `_INCIDENT`. Raises UsageError."""
+        return cls(
+            budget=_number(env, "BUDGET", 0, 1, TREE_PREFIX) or None,
+            top_k=_number(env, "TOPK", 0, 1, TREE_PREFIX) or None,
+            incident=_switch(env, "INCIDENT", False, TREE_PREFIX),
+        )

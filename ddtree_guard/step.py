@@ -314,6 +314,18 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Peers:
+    """What each rank of the tensor-parallel group said of this step; absent on one rank.
+
+    `digests` maps a part of the step to one short hash per rank; `keys` holds the path and padded
+    batch size per rank, such as "graph/8".
+    """
+
+    digests: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keys: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Who:
     """Whose step this is."""
 
@@ -350,6 +362,7 @@ class Step:
     attention: Attention = field(default_factory=Attention)
     limits: Limits = field(default_factory=Limits)
     device: Device = field(default_factory=Device)
+    peers: Peers = field(default_factory=Peers)
     who: Who = field(default_factory=Who)
     contract: Contract = field(default_factory=Contract)
 
@@ -427,7 +440,7 @@ def _shape(wanted: tuple[int | None, ...]) -> str:
 PARTS: Mapping[str, type] = {
     "widths": Widths, "layout": Layout, "mask": Mask, "tree": Tree, "positions": Positions,
     "slots": Slots, "graph": Graph, "outcome": Outcome, "attention": Attention, "limits": Limits,
-    "device": Device, "who": Who, "contract": Contract,
+    "device": Device, "peers": Peers, "who": Who, "contract": Contract,
 }  # fmt: skip
 
 _ARRAYS = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ddtree_guard.hooks.facts import ALGORITHM as TREE
 from ddtree_guard.hooks.facts import Facts
 from ddtree_guard.step import Contract
 
@@ -55,6 +56,8 @@ ROWS = (
     Row("EAGLE", owns_buffer=True, not_checked=(("T5", _NO_PARENTS),)),
     Row("EAGLE3", owns_buffer=True, not_checked=(("T5", _NO_PARENTS),)),
     Row("STANDALONE", owns_buffer=True, not_checked=(("T5", _NO_PARENTS),)),
+    # DFLASH's verify with a confidence head; ragged batches state no width and are not checked
+    Row("DSPARK", chain=True, masked=False),
     Row("NGRAM", pad_rows="self", not_checked=(("T5", _NO_PARENTS), ("T4", "pads are nodes"))),
 )
 
@@ -65,18 +68,15 @@ def contract_of(algorithm: str, facts: Facts, path: str, captured: bool = False)
     `path` is "eager" or "graph"; `captured` says whether graphs were captured before. An
     algorithm that has no row gets the most permissive contract, named "unknown".
     """
-    name = algorithm.upper()
-    row = next((r for r in ROWS if r.algorithm == name), None)
-    if row is None:
-        row = Row(name, pad_rows="self", not_checked=tuple((r, _unknown(name)) for r in ("M9",)))
+    row = row_of(algorithm)
     graph = path == "graph"
     capacity = graph or (row.owns_buffer and captured)
     skipped = dict(row.not_checked)
     if not row.masked:
         skipped |= dict.fromkeys(_MASK_RULES, _NO_MASK)
     return Contract(
-        name=f"{name.lower()}-triton-{path}-{facts.name}",
-        algorithm=name,
+        name=f"{row.algorithm.lower()}-triton-{path}-{facts.name}",
+        algorithm=row.algorithm,
         backend="triton",
         mask_length="capacity" if capacity else "exact",
         pad_rows=row.pad_rows,
@@ -84,6 +84,35 @@ def contract_of(algorithm: str, facts: Facts, path: str, captured: bool = False)
         chain=row.chain,
         not_checked=skipped,
         **KERNEL,
+    )
+
+
+def row_of(algorithm: str) -> Row:
+    """The row of an algorithm. A fork's `MY_DDTREE` is a DDTREE; others get a permissive row."""
+    name = algorithm.upper()
+    for row in ROWS:
+        if row.algorithm == name or (row.algorithm == TREE and TREE in name):
+            return row
+    return Row(name, pad_rows="self", not_checked=(("M9", _unknown(name)),))
+
+
+# Backends whose plan is not read: flashinfer, fa3 and others hold offsets in objects of their own.
+_OWN_PLAN = ("W1", "W2", "W3", "W4", "W6", "W7", "W8", "K4")
+
+
+def contract_elsewhere(algorithm: str, backend: str, path: str) -> Contract:
+    """The contract on any other backend: configuration, positions, slots, tree and acceptance."""
+    row = row_of(algorithm)
+    why = f"{backend} keeps its offsets in a plan that this version does not read"
+    mask = f"{backend} holds its mask in a plan that this version does not read"
+    skipped = dict.fromkeys(_OWN_PLAN, why) | dict.fromkeys(_MASK_RULES, mask)
+    return Contract(
+        name=f"{row.algorithm.lower()}-{backend}-{path}",
+        algorithm=row.algorithm,
+        backend=backend,
+        pad_rows=row.pad_rows,
+        chain=row.chain,
+        not_checked={**dict(row.not_checked), **skipped},
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from ddtree_guard.errors import IncompatibleError
 
 BUDGET = "speculative_ddtree_budget"
+VARIES = "speculative_ddtree_varies"  # true where a step may verify fewer rows than budget + 1
 ALGORITHM = "DDTREE"
 SUPPORTED = ">=0.5.12,<0.6"
 CLASS = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
@@ -128,6 +129,29 @@ GENERATIONS = (
 )
 
 
+# What `init_cuda_graph_state` is known to allocate. Ours can ask for one row per request only where
+# it knows every buffer, because it must give those that hold one entry per draft row their rows.
+ROW_BUFFERS = (
+    "cuda_graph_num_kv_splits",
+    "cuda_graph_window_num_kv_splits",
+    "cuda_graph_swa_out_cache_loc",
+    "cuda_graph_out_cache_loc_full_physical",
+)
+_OTHER_BUFFERS = (
+    "cuda_graph_attn_logits", "cuda_graph_attn_lse", "cuda_graph_swa_attn_logits",
+    "cuda_graph_kv_indices", "cuda_graph_window_kv_indices", "cuda_graph_window_kv_offsets",
+    "cuda_graph_custom_mask", "cuda_graph_uneven_batch", "cuda_graph_lean_Lp",
+    "cuda_graph_lean_Mp", "cuda_graph_lean_Op", "cuda_graph_lean_locks",
+)  # fmt: skip
+
+
+def unknown_buffers(backend_class: type) -> frozenset[str]:
+    """Graph buffers that this class allocates and that no release of the matrix has."""
+    named = _names(backend_class, "init_cuda_graph_state")
+    found = {name for name in named if name.startswith("cuda_graph_")}
+    return frozenset(found.difference(ROW_BUFFERS, _OTHER_BUFFERS))
+
+
 def facts_of(backend_class: type) -> Facts:
     """The row that this Triton backend class fits. Raises IncompatibleError if none does."""
     for facts in GENERATIONS:
@@ -145,6 +169,11 @@ def _fits(facts: Facts, backend_class: type) -> bool:
     if not all(hasattr(backend_class, name) for name in facts.has):
         return False
     if any(hasattr(backend_class, name) for name in facts.lacks):
+        return False
+    held = _names(backend_class, "__init__")
+    if not held.issuperset(facts.widths):  # renamed: what we would set, nobody would read
+        return False
+    if facts.mask not in _names(backend_class, "init_cuda_graph_state"):
         return False
     mentioned = _names(backend_class, facts.build)
     if facts.reads is None:

@@ -6,6 +6,7 @@ compares: lengths, offsets, masks and slots are taken as they are.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ def read_step(
     rids: tuple[str, ...] = (),
     step_id: int = 0,
     contract: Contract | None = None,
+    metadata: Any = None,
     draft: Any = None,
 ) -> Step:
     """The verify step that `backend` is about to launch for `batch`.
@@ -47,9 +49,12 @@ def read_step(
     Call it after the metadata was built: eager, capture or replay. `batch` is the forward batch
     as the backend saw it (padded under graphs); `bs` its live requests, if fewer. `q_rows` is the
     number of query rows of the launch, where known. `tree` overrides what the spec info holds;
-    `draft` is the draft runner's backend.
+    `draft` is the draft runner's backend. `metadata` is what the launch reads, where that is not
+    the backend's newest: a replay refills the metadata that its capture made and leaves
+    `backend.forward_metadata` alone.
     """
     spec, facts = batch.spec_info, facts_of(type(backend))
+    meta = metadata or backend.forward_metadata
     lanes = len(batch.req_pool_indices)
     live = lanes if bs is None else bs
     w = stated_width(facts, spec)
@@ -62,13 +67,13 @@ def read_step(
         bs=live,
         padded_bs=lanes,
         widths=_widths(backend, facts, args, w, draft),
-        layout=_layout(backend, batch, live, q_rows),
-        mask=_mask(backend, captured, rids),
-        tree=tree or _tree(spec, live, w),
+        layout=_layout(meta, batch, live, q_rows),
+        mask=_mask(meta, captured, rids),
+        tree=tree or tree_of(spec, live, w),
         positions=Positions(values=host(batch.positions)),
-        slots=_slots(backend, batch, runner, live, w),
+        slots=_slots(meta, batch, runner, live, w),
         graph=Graph(num_tokens=int(batch.input_ids.shape[0])) if path == "graph" else Graph(),
-        limits=_limits(backend, facts, runner, w),
+        limits=_limits(backend, meta, facts, runner, w),
         who=Who(
             rids=rids,
             step_id=step_id,
@@ -78,8 +83,17 @@ def read_step(
             release=release(),
             path=path,
         ),
-        contract=contract or contract_of(algorithm, facts, path, captured is not None),
+        contract=contract or _contract(spec, algorithm, facts, path, captured is not None),
     )
+
+
+def _contract(spec: Any, algorithm: str, facts: Facts, path: str, captured: bool) -> Contract:
+    """The table's contract. An eager batch may say that its mask lies in a longer buffer."""
+    contract = contract_of(algorithm, facts, path, captured)
+    if contract.mask_length == "capacity" or not getattr(spec, "mask_is_buffer", False):
+        return contract
+    why = "this step's mask lies in a longer buffer: its length is known on the device only"
+    return dataclasses.replace(contract, not_checked={**contract.not_checked, "M9": why})
 
 
 def host(value: Any, dtype: Any = None) -> Any:
@@ -109,12 +123,12 @@ def _widths(backend: Any, facts: Facts, args: Any, w: int, draft: Any) -> Widths
     )
 
 
-def _limits(backend: Any, facts: Facts, runner: Any, w: int) -> Limits:
+def _limits(backend: Any, meta: Any, facts: Facts, runner: Any, w: int) -> Limits:
     """What the deployment holds, what its backend supports and what this step needs of it."""
     vocab = getattr(runner.model_config, "vocab_size", None)
     width = ("width_not_block",) if _follows(backend, facts) else ()
     needs = ("width_not_block",) if w != runner.server_args.speculative_num_draft_tokens else ()
-    masked = ("custom_mask",) if backend.forward_metadata.custom_mask is not None else ()
+    masked = ("custom_mask",) if meta.custom_mask is not None else ()
     return Limits(
         context=int(backend.max_context_len),
         vocab=None if vocab is None else int(vocab),
@@ -123,8 +137,7 @@ def _limits(backend: Any, facts: Facts, runner: Any, w: int) -> Limits:
     )
 
 
-def _layout(backend: Any, batch: Any, live: int, q_rows: int | None) -> Layout:
-    meta = backend.forward_metadata
+def _layout(meta: Any, batch: Any, live: int, q_rows: int | None) -> Layout:
     kv_indptr = host(meta.kv_indptr)
     rows = {} if q_rows is None else {"q": q_rows}
     for name in ("out_cache_loc", "positions", "input_ids"):
@@ -140,20 +153,20 @@ def _layout(backend: Any, batch: Any, live: int, q_rows: int | None) -> Layout:
         prefix_lens=host(batch.seq_lens),
         prefix_lens_cpu=None if mirror is None else host(mirror)[:live],
         max_extend_len=int(meta.max_extend_len),
-        offset_bits=meta.mask_indptr.element_size() * 8,
+        offset_bits=None if meta.mask_indptr is None else meta.mask_indptr.element_size() * 8,
         rows=rows,
     )
 
 
-def _mask(backend: Any, captured: Any, rids: tuple[str, ...]) -> Mask:
-    cells = backend.forward_metadata.custom_mask
+def _mask(meta: Any, captured: Any, rids: tuple[str, ...]) -> Mask:
+    cells = meta.custom_mask
     if cells is None:
         return Mask(present=False)
     capacity = captured if captured is not None else cells
     return Mask(cells=host(cells), present=True, capacity=int(capacity.numel()), rids=rids or None)
 
 
-def _tree(spec: Any, bs: int, w: int) -> Tree:
+def tree_of(spec: Any, bs: int, w: int) -> Tree:
     """What the spec info says about the trees: parents where it has them, SGLang's links else."""
 
     def rows(name: str) -> Any:
@@ -174,11 +187,10 @@ def _tree(spec: Any, bs: int, w: int) -> Tree:
     )
 
 
-def _slots(backend: Any, batch: Any, runner: Any, live: int, w: int) -> Slots:
+def _slots(meta: Any, batch: Any, runner: Any, live: int, w: int) -> Slots:
     pool = runner.req_to_token_pool
     table = pool.req_to_token[batch.req_pool_indices[:live].long()]
     lens = host(batch.seq_lens)[:live]
-    meta = backend.forward_metadata
     size = int(runner.token_to_kv_pool_allocator.size)
     return Slots(
         out_cache_loc=host(batch.out_cache_loc),

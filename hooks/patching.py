@@ -105,16 +105,23 @@ class PatchReport:
 
         Returns one sentence for each that somebody else has wrapped since and that stays.
         """
-        kept = []
+        kept: list[str] = []
+        stay: list[_Place] = []
         for place in reversed(self._places):
             now = place.read()
             if now is place.ours:
                 place.undo()
                 _PLACES.remove(place)
             else:
+                stay.insert(0, place)
                 kept.append(f"{place.patch.target} stays: {_describe(now)} has replaced our patch")
-        self._places.clear()
+        self._places[:] = stay
         return tuple(kept)
+
+    @property
+    def in_force(self) -> bool:
+        """Whether a patch of this report is still to be restored."""
+        return bool(self._places)
 
 
 def apply(patches: Iterable[Patch]) -> PatchReport:
@@ -135,8 +142,12 @@ def _apply(patch: Patch) -> tuple[Outcome, _Place | None]:
         return Outcome(patch, "absent"), None
     owner, key = found
     raw = _read(owner, key)
-    if any(raw is place.ours for place in _PLACES):
-        return Outcome(patch, "already"), None
+    mine = next((p for p in _PLACES if p.owner is owner and p.key == key), None)
+    if mine is not None and raw is mine.before:  # somebody took our patch away
+        _PLACES.remove(mine)
+    elif mine is not None:  # a second layer under somebody's wrapper would run twice
+        over = "" if raw is mine.ours else f"now under {_describe(raw)}"
+        return Outcome(patch, "already", over), None
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
     problem = _signature_problem(function, patch.expects)
     if problem:
@@ -195,10 +206,18 @@ def _signature_problem(function: Any, expects: tuple[str, ...]) -> str:
         return ""
     if not callable(function):
         return f"it is a {type(function).__name__}"
-    names = tuple(inspect.signature(function).parameters)
-    if names[: len(expects)] == expects:
-        return ""
-    return f"parameters ({', '.join(names)}), expected ({', '.join(expects)}, ...)"
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return f"{_describe(function)} has no signature to compare"
+    names = tuple(parameters)
+    kinds = [parameter.kind for parameter in parameters.values()]
+    if names[: len(expects)] == expects or kinds[:1] == [inspect.Parameter.VAR_POSITIONAL]:
+        return ""  # *args: a wrapper that passes on whatever it is given
+    return (
+        f"{_describe(function)} has parameters ({', '.join(names)}), "
+        f"expected ({', '.join(expects)}, ...)"
+    )
 
 
 def _describe(value: Any) -> str:

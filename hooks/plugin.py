@@ -6,40 +6,57 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Mapping
 
 from ddtree_guard.attention.backend import install
-from ddtree_guard.config import Backend, Config
-from ddtree_guard.errors import GuardError, IncompatibleError
+from ddtree_guard.config import PREFIX, Backend, Config, Mode, TreeConfig, setting
+from ddtree_guard.ddtree import algorithm
+from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
+from ddtree_guard.hooks.arm import GUARDS, scheduler_patch
 from ddtree_guard.hooks.facts import SUPPORTED, release
-from ddtree_guard.hooks.patching import PatchReport
+from ddtree_guard.hooks.patching import PatchReport, apply
+from ddtree_guard.hooks.sites import SCHEDULER
 
 log = logging.getLogger("ddtree_guard")
 _INSTALLED: list[PatchReport] = []
 
 
 def load() -> None:
-    """Install what the environment asks for. SGLang calls it before it parses its arguments."""
+    """Install what the environment asks for. SGLang calls it before it parses its arguments.
+
+    In mode raise a guard that cannot be hooked ends the process with exit code 3: SGLang would
+    swallow an exception and serve unchecked.
+    """
     try:
-        activate(os.environ)
+        activate()
     except GuardError as error:
         log.error("ddtree_guard NOT ACTIVE: %s Serving continues with SGLang's own code.", error)
+        if setting(PREFIX).lower() == Mode.RAISE.value:
+            raise SystemExit(error.exit_code) from None
     except Exception:
         log.exception("ddtree_guard NOT ACTIVE: this is our bug; serving continues unchecked.")
+        if setting(PREFIX).lower() == Mode.RAISE.value:
+            raise SystemExit(IncompatibleError.exit_code) from None
 
 
-def activate(env: Mapping[str, str]) -> PatchReport | None:
-    """Read the configuration and install the backend choice; None where nothing is touched.
+def activate(env: Mapping[str, str] | None = None) -> PatchReport | None:
+    """Read the configuration; install the backend choice and, with a mode, the scheduler's hook.
 
-    Raises UsageError for a wrong value and IncompatibleError for an SGLang that cannot be hooked.
+    Returns the report of the backend choice, None where that touches nothing. Raises UsageError
+    for a wrong value and IncompatibleError for an SGLang that cannot be hooked.
     """
-    config = Config.from_env(env)
+    config = Config.from_env() if env is None else Config.from_env(env)
     for warning in config.warnings:
         log.warning("ddtree_guard: %s", warning)
-    if config.backend is Backend.CORRECTED:
+    if config.backend is Backend.CORRECTED or config.mode is not Mode.OFF:
         check_host()
-    report = install(config.backend)
+    if config.mode is not Mode.OFF:
+        _INSTALLED.append(_hook_scheduler(config))
+    tree_config = TreeConfig.from_env() if env is None else TreeConfig.from_env(env)
+    report = install(_choice(config.backend, tree_config))
+    tree = algorithm.install()  # installs the backend choice itself where DDTREE is chosen
+    if tree is not None:
+        _INSTALLED.append(tree)
     if report is not None:
         _INSTALLED.append(report)
         log.info(
@@ -51,9 +68,34 @@ def activate(env: Mapping[str, str]) -> PatchReport | None:
     return report
 
 
+def _hook_scheduler(config: Config) -> PatchReport:
+    try:
+        return apply(scheduler_patch(config).patches).require()
+    except ImportError as error:
+        raise IncompatibleError(
+            f"expected {SCHEDULER} of SGLang {release()} to be importable, found {error}; repair "
+            "the installation of SGLang."
+        ) from error
+
+
+def _choice(backend: Backend, tree: TreeConfig) -> Backend:
+    """The backend to install. The incident is one of the stock backend."""
+    if not tree.incident:
+        return backend
+    if backend is Backend.CORRECTED:
+        raise UsageError(
+            "SGLANG_DDTREE_INCIDENT=on needs the stock backend, found "
+            "SGLANG_DDTREE_GUARD_BACKEND=corrected; unset one of them."
+        )
+    return Backend.STOCK
+
+
 def unload() -> tuple[str, ...]:
     """Undo every `load`; returns a sentence for each patch that somebody else has replaced."""
     kept: list[str] = []
+    while GUARDS:
+        kept += GUARDS.pop().remove()
+    algorithm.uninstall()
     while _INSTALLED:
         kept += _INSTALLED.pop().restore()
     return tuple(kept)

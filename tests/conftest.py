@@ -20,7 +20,12 @@ if not Path("/dev/nvidia0").exists():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs SGLang where there is none."""
+    """Skip what needs a GPU or SGLang where there is none."""
+    if not Path("/dev/nvidia0").exists():
+        no_gpu = pytest.mark.skip(reason="no CUDA device (/dev/nvidia0) on this machine")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(no_gpu)
     if importlib.util.find_spec("sglang") is not None:
         return
     skip = pytest.mark.skip(reason="SGLang is not installed: pip install 'ddtree-guard[sglang]'")

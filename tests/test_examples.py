@@ -11,6 +11,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SAYS = {
     "check_a_step.py": ("W1 query-offset-stride", "request-a", "backend width 17: checked 1 step"),
+    "fork_adapter.py": ("W1 query-offset-stride chat-1: qo_indptr[1] = 8",),
     "keep_and_recheck.py": ("W3 mask-offset-gap", "the dump says what the step said"),
 }
 

@@ -18,16 +18,19 @@ from typing import Any
 
 from ddtree_guard.config import Backend
 from ddtree_guard.errors import IncompatibleError
-from ddtree_guard.hooks.facts import ALGORITHM, BUDGET, CLASS, Facts, facts_of, stated_width
-from ddtree_guard.hooks.patching import Original, Patch, PatchReport, apply
-
-# Persistent buffers with one entry per row: stock sizes them by max_num_tokens, and so must we.
-ROW_BUFFERS = (
-    "cuda_graph_num_kv_splits",
-    "cuda_graph_window_num_kv_splits",
-    "cuda_graph_swa_out_cache_loc",
-    "cuda_graph_out_cache_loc_full_physical",
+from ddtree_guard.hooks.facts import (
+    ALGORITHM,
+    BUDGET,
+    CLASS,
+    ROW_BUFFERS,
+    VARIES,
+    Facts,
+    facts_of,
+    release,
+    stated_width,
+    unknown_buffers,
 )
+from ddtree_guard.hooks.patching import Original, Patch, PatchReport, apply
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ def needs_correction(model_runner: Any, facts: Facts) -> bool:
         return False
     args = model_runner.server_args
     stock = int(args.speculative_num_draft_tokens or 0)
-    if not facts.follows_batch and stock != w:
+    if not facts.follows_batch and (stock != w or getattr(args, VARIES, False)):
         return True
     context = int(model_runner.model_config.context_len)
     graphs = not getattr(args, "disable_cuda_graph", False)
@@ -160,9 +163,12 @@ def _make_class(stock: Any, facts: Facts) -> type:
                 return
             _check_memory(self, max_bs, w)
             # One "token" per request: KV indices for BS*C and one row of decode's logits. What
-            # stock sizes by row is widened below.
-            super().init_cuda_graph_state(max_bs, max_bs, *args, **kwargs)
-            _widen(self, facts, max_bs, max(max_num_tokens, max_bs * w))
+            # stock sizes by row is widened below. A buffer that we do not know may hold rows, so
+            # a class that has one gets all of stock's sizes, at the cost of memory.
+            rows = max(max_num_tokens, max_bs * w)
+            tokens = rows if unknown_buffers(stock) else max_bs
+            super().init_cuda_graph_state(max_bs, tokens, *args, **kwargs)
+            _widen(self, facts, max_bs, rows)
 
         if hasattr(stock, "init_forward_metadata_out_graph"):
 
@@ -317,11 +323,18 @@ def _registry_patch(choice: Backend) -> Patch:
 def _factory(original: Original, choice: Backend) -> Any:
     def create_triton_backend(runner: Any) -> Any:
         """Create the Triton backend for a runner: stock or corrected."""
+        if choice is Backend.AUTO and tree_width(runner) is None:
+            return original.value(runner)
         module = importlib.import_module("sglang.srt.layers.attention.triton_backend")
-        stock = module.TritonAttnBackend
-        if choice is Backend.AUTO and not (
-            tree_width(runner) is not None and needs_correction(runner, facts_of(stock))
-        ):
+        stock = getattr(module, CLASS.rpartition(".")[2], None)
+        if not isinstance(stock, type):
+            raise IncompatibleError(
+                f"expected the class {CLASS}, found none in SGLang {release()}; install a "
+                "supported SGLang, or set SGLANG_DDTREE_GUARD_BACKEND=stock to use its own."
+            )
+        if stock in _CLASSES.values():  # another layer of ours is further out
+            return original.value(runner)
+        if choice is Backend.AUTO and not needs_correction(runner, facts_of(stock)):
             return original.value(runner)
         return _create(original, module, runner)
 

@@ -105,9 +105,15 @@ def _explain_dump(as_json: bool, path: str) -> int:
     firsts = {finding.rule: (at, finding) for at, finding in reversed(found)}
     rules = [find(name) for name in reversed(firsts)]
     blocks = render.blocks((dump.step(at), f) for at, f in reversed(list(firsts.values())))
-    extra = {"dump": str(dump.path), "findings": [[at, f.rule] for at, f in found]}
+    extra = {
+        "dump": str(dump.path),
+        "trigger": dump.trigger,
+        "findings": [[at, f.rule] for at, f in found],
+    }
     if not rules and not as_json:
-        print(f"No finding was recorded in this dump.\nNext: ddtree-guard check {_path(dump.path)}")
+        why = render.plain(f"{dump.trigger['kind']}: {dump.trigger['why'] or 'no reason given'}")
+        print(f"No finding was recorded in this dump. It was written by trigger {why}.")
+        print(f"Next: ddtree-guard check {_path(dump.path)}")
         return 0
     return _print(as_json, rules, extra, "\n\n".join(blocks))
 

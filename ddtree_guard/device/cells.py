@@ -115,14 +115,62 @@ def count_stray_kv(
 
 
 @triton.jit
-def filter_mask(
-    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, up: tl.tensor, cols: tl.tensor,
+def filter_bytes(
+    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, up: tl.tensor, w: tl.tensor,
     stride: tl.tensor, linked: tl.tensor, judged: tl.tensor, diagonal_on: tl.tensor,
+    COLS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Filter for M2, M4, M6: nonzero where a cell is not its parent's with the diagonal added."""
-    own = tl.load(mask + start + rows * stride + cols, mask=judged, other=0).to(tl.int32)
-    seen = tl.load(mask + start + up * stride + cols, mask=judged & linked, other=0).to(tl.int32)
-    return own ^ (seen | ((cols == rows) & diagonal_on & judged).to(tl.int32))
+    doubt = (rows + tl.arange(0, COLS)[None, :]) * 0
+    for c in range(0, w, COLS):
+        cols = c + tl.arange(0, COLS)[None, :]
+        there = judged & (cols < w)
+        own = tl.load(mask + start + rows * stride + cols, mask=there, other=0)
+        seen = tl.load(mask + start + up * stride + cols, mask=there & linked, other=0)
+        want = seen.to(tl.int32) | ((cols == rows) & diagonal_on & there).to(tl.int32)
+        doubt |= own.to(tl.int32) ^ want
+    return doubt
+
+
+@triton.jit
+def filter_words(
+    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, up: tl.tensor, w: tl.tensor,
+    stride: tl.tensor, linked: tl.tensor, judged: tl.tensor, diagonal_on: tl.tensor,
+    COLS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The same, four cells at a time: two aligned words cover any four bytes.
+
+    The caller has checked that the lane's words lie inside the buffer.
+    """
+    words = mask.to(tl.pointer_type(tl.int32))
+    row = tl.where(rows < w, rows, 0)
+    own_at, seen_at = start + row * stride, start + up * stride
+    own_shift, seen_shift = ((own_at & 3) * 8).to(tl.uint32), ((seen_at & 3) * 8).to(tl.uint32)
+    own_word, seen_word = own_at >> 2, seen_at >> 2
+    link, keep = tl.where(linked, -1, 0), tl.where(judged, -1, 0)
+    doubt = (rows + tl.arange(0, COLS)[None, :]) * 0
+    for c in range(0, (w + 3) // 4, COLS):
+        word = c + tl.arange(0, COLS)[None, :]
+        there = word * 4 < w
+        own = _four_cells(words, own_word + word, own_shift, there)
+        seen = _four_cells(words, seen_word + word, seen_shift, there)
+        ahead = rows - word * 4
+        on_diagonal = diagonal_on & (ahead.to(tl.uint32) < 4)
+        diagonal = tl.where(on_diagonal, 1 << ((ahead & 3) * 8), 0)
+        left = w - word * 4
+        inside = tl.where(left >= 4, -1, (1 << ((left & 3) * 8)) - 1)
+        doubt |= (own ^ ((seen & link) | diagonal)) & inside & keep
+    return (doubt != 0).to(tl.int32)
+
+
+@triton.jit
+def _four_cells(
+    words: tl.tensor, at: tl.tensor, shift: tl.tensor, there: tl.tensor
+) -> tl.tensor:  # fmt: skip
+    """The four bytes that begin `shift` bits into a word."""
+    low = tl.load(words + at, mask=there, other=0).to(tl.uint32, bitcast=True)
+    high = tl.load(words + at + 1, mask=there, other=0).to(tl.uint32, bitcast=True)
+    return ((low >> shift) | ((high << 1) << (31 - shift))).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -151,13 +199,9 @@ def filter_pairs(
 
 
 @triton.jit
-def offsets_wrong(
-    lens: tl.tensor, mi: tl.tensor, w: tl.tensor, lanes: tl.tensor, LANES: tl.constexpr,
+def builder_offset(
+    lens: tl.tensor, lane: tl.tensor, w: tl.tensor, LANES: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
-    """Nonzero if some lane's mask offset is not the builder's: then `mi` must not be trusted."""
-    lane = tl.arange(0, LANES)
-    there = lane < lanes
-    start = load_wide(mi, lane, there)
-    cells = load_wide(mi, lane + 1, there) - start
-    want = w * (load_wide(lens, lane, there) + w)
-    return tl.max((there & ((cells != want) | ((lane == 0) & (start != 0)))).to(tl.int32))
+    """Cold: where the lane's mask begins by lengths and w alone."""
+    other = tl.arange(0, LANES)
+    return w * (tl.sum(load_wide(lens, other, other < lane), axis=0) + lane * w)

@@ -11,7 +11,7 @@ import torch
 from ddtree_guard.config import Depth
 from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.device.operands import Buffers, Decision, Operands, Shape
-from ddtree_guard.step import Step
+from ddtree_guard.step import Layout, Limits, Mask, Positions, Slots, Step, Tree, Widths
 
 _TREE = (
     "tokens", "parents", "depths", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"
@@ -138,3 +138,38 @@ def run_step(check: DeviceCheck, operands: StepOperands) -> None:
     check.check(operands.verify)
     check.close(operands.outcome)
     check.collect()
+
+
+def step_of(buffers: Buffers, shape: Shape, bs: int, **more: Any) -> Step:
+    """The way back: device buffers as a host Step. Waits for the device.
+
+    `more` are changes by path, as `Step.replace` takes them.
+    """
+
+    def host(name: str, lanes: int | None = None) -> Any:
+        value = getattr(buffers, name)
+        value = None if value is None else value.detach().cpu().numpy().copy()
+        return value if value is None or lanes is None else value[:lanes]
+
+    step = Step(
+        bs=bs,
+        padded_bs=shape.lanes,
+        widths=Widths(w=shape.w, depth_max=shape.depth_max),
+        layout=Layout(
+            **{name: host(name) for name in _LAYOUT},
+            prefix_lens=host("lens"),
+            max_extend_len=shape.max_extend_len,
+            rows=shape.rows,
+        ),
+        mask=Mask(cells=host("mask"), row_stride=host("row_stride", bs)),
+        tree=Tree(**{name: host(name, bs) for name in (*_TREE, "sizes")}),
+        positions=Positions(values=host("positions"), sections=shape.sections),
+        slots=Slots(
+            out_cache_loc=host("out_cache_loc"),
+            pools={} if shape.pool is None else {"full": shape.pool},
+            reserved=shape.reserved,
+        ),
+        limits=Limits(vocab=shape.vocab, context=shape.context),
+        contract=shape.contract,
+    )
+    return step.replace(**more)

@@ -1,8 +1,8 @@
 """The fused Triton kernel of the build site. See `protocol` for the verdict it writes.
 
-A clean step pays for the rules about rows, one row a thread, and for a filter over cells; only a
-program whose filter has a doubt judges its cells exactly and reports. The two kinds of program run
-side by side, so that neither waits for the other's loads.
+A clean step pays for the rules about rows, one row a thread, and for filters over mask cells and
+over pairs of rows; only a program whose filter has a doubt judges exactly and reports. The three
+kinds of program run side by side, so that none waits for another's loads.
 
 Row indices are below MAX_LANES * MAX_W < 2^31 and fit 32 bits; everything read from data is
 compared and added in 64 bits.
@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from ddtree_guard.device.cells import (
+    builder_offset,
     count_stray_kv,
-    filter_mask,
+    filter_bytes,
     filter_pairs,
+    filter_words,
     judge_mask,
     judge_pairs,
     judge_prefix,
-    offsets_wrong,
     readable_rows,
 )
 from ddtree_guard.device.protocol import (
@@ -37,6 +38,7 @@ from ddtree_guard.device.protocol import (
     cPOS,
     cROW_BLOCK,
     cTREE,
+    cWORDS_OK,
     flag,
     load_wide,
     report,
@@ -56,14 +58,15 @@ from ddtree_guard.device.rows import (
 @triton.jit
 def _row_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, qo: tl.tensor,
-    kv: tl.tensor, mi: tl.tensor, stride: tl.tensor, tokens: tl.tensor, parents: tl.tensor,
-    depths: tl.tensor, sizes: tl.tensor, index: tl.tensor, child: tl.tensor, sibling: tl.tensor,
-    positions: tl.tensor, out: tl.tensor, kvi: tl.tensor, lanes: tl.tensor, w: tl.tensor,
-    sections: tl.tensor, depth_max: tl.tensor, kv_extra: tl.tensor, pad_rows: tl.tensor,
-    enabled: tl.tensor, host_bits: tl.tensor, host_lane: tl.tensor, host_row: tl.tensor,
-    host_extent: tl.tensor, len_max: tl.tensor, vocab: tl.tensor, pool: tl.tensor,
-    reserved: tl.tensor, kvi_numel: tl.tensor, pad_len: tl.tensor, pad_position: tl.tensor,
-    pad_slot: tl.tensor, HAS: tl.constexpr,
+    kv: tl.tensor, mi: tl.tensor, stride: tl.tensor, mask: tl.tensor, tokens: tl.tensor,
+    parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor, index: tl.tensor, child: tl.tensor,
+    sibling: tl.tensor, positions: tl.tensor, out: tl.tensor, kvi: tl.tensor, lanes: tl.tensor,
+    w: tl.tensor, sections: tl.tensor, depth_max: tl.tensor, kv_extra: tl.tensor,
+    pad_rows: tl.tensor, enabled: tl.tensor, host_bits: tl.tensor, host_lane: tl.tensor,
+    host_row: tl.tensor, host_extent: tl.tensor, len_max: tl.tensor, vocab: tl.tensor,
+    pool: tl.tensor, reserved: tl.tensor, mask_numel: tl.tensor, kvi_numel: tl.tensor,
+    pad_len: tl.tensor, pad_position: tl.tensor, pad_slot: tl.tensor, HAS: tl.constexpr,
+    LANES: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Judge ROW_BLOCK rows of a lane, one a thread; the first program also its layout."""
     lane = tl.program_id(0).to(tl.int64)
@@ -77,6 +80,7 @@ def _row_program(
     head, w1_row = judge_layout(lane, live, s, w, qo, kv, mi, stride, kv_extra, len_max, HAS)
     flags = (rows * 0).to(tl.int32)
     pads = (rows * 0).to(tl.int32)
+    doubt = (rows * 0).to(tl.int32)
     depth, node = (rows * 0).to(tl.int64), inside
     if HAS & cTREE:
         size = tl.load(sizes + lane).to(tl.int64)
@@ -89,26 +93,38 @@ def _row_program(
                 pad_rows,
             )  # fmt: skip
             flags |= found
-            if tl.max((disorder & live).to(tl.int32)) != 0:
-                flags |= judge_chains(first, rows, w, up, linked, child, sibling)
+            doubt |= (disorder & live).to(tl.int32)
     if HAS & cOUT:
         slot = load_wide(out, first + rows, inside)
         found, stray = judge_slots(slot, inside, node, pool, pad_slot, reserved, HAS)
-        flags |= found
-        pads |= stray
-    if HAS & cPOS:
-        found, stray = judge_positions(
-            first, rows, w, lanes, s, sections, node, depth, positions, depths, pad_position, HAS
-        )
         flags |= found
         pads |= stray
     if HAS & cPAD_LEN:
         pads |= flag((rows == 0) & (s != pad_len), cG4)
     if HAS & cKVI:
         flags |= judge_kv_ends(lane, rows, w, s, kv, kvi, kvi_numel, pool)
+    if (HAS & cMASK) and not (HAS & cFULL):
+        start = tl.load(mi + lane).to(tl.int64)
+        readable = readable_rows(rows, w, s, start, mask_numel) & live
+        hidden, _ = judge_prefix(mask, start, rows, s, w, node, readable, HAS, WIDE)
+        doubt |= hidden
+    if HAS & cPOS:
+        found, stray = judge_positions(
+            first, rows, w, lanes, s, sections, node, depth, positions, depths, pad_position, HAS
+        )
+        flags |= found
+        pads |= stray
     flags = tl.where(inside, tl.where(live, flags, pads), 0) & enabled
     head = tl.where(block == 0, head & enabled, 0)
-    if (tl.max(flags) != 0) | (head != 0):
+    if (tl.max(flags | doubt) != 0) | (head != 0):
+        if HAS & cLINKS:
+            chains = judge_chains(first, rows, w, up, linked & live, child, sibling)
+            flags |= chains & enabled
+        if (HAS & cMASK) and not (HAS & cFULL):
+            start = builder_offset(lens, lane, w, LANES)
+            readable = readable_rows(rows, w, s, start, mask_numel) & live
+            hidden, _ = judge_prefix(mask, start, rows, s, w, node, readable, HAS, WIDE)
+            flags |= hidden & enabled
         current = tl.load(state + 1) % 4
         report_lane(slots, current, head, lane, w1_row, w)
         report(slots, current, lane, rows, flags)
@@ -117,133 +133,158 @@ def _row_program(
 
 
 @triton.jit
-def _cell_program(
+def _mask_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, kv: tl.tensor,
-    mi: tl.tensor, mask: tl.tensor, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor,
-    sizes: tl.tensor, child: tl.tensor, sibling: tl.tensor, out: tl.tensor, kvi: tl.tensor,
-    block: tl.tensor, blocks: tl.tensor, lanes: tl.tensor, w: tl.tensor, pad_rows: tl.tensor,
-    enabled: tl.tensor, reserved: tl.tensor, pool: tl.tensor, mask_numel: tl.tensor,
-    kvi_numel: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, WIDE: tl.constexpr,
+    mi: tl.tensor, mask: tl.tensor, parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor,
+    kvi: tl.tensor, block: tl.tensor, blocks: tl.tensor, w: tl.tensor, pad_rows: tl.tensor,
+    enabled: tl.tensor, pool: tl.tensor, mask_numel: tl.tensor, kvi_numel: tl.tensor,
+    HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Filter ROWS rows of a lane against all columns; judge them exactly where in doubt."""
+    """Filter the tree cells of ROWS rows; judge them exactly where in doubt."""
     lane = tl.program_id(0).to(tl.int64)
     first = tl.program_id(0) * w
     rows = block * ROWS + tl.arange(0, ROWS)[:, None]
-    inside = rows < w
     s = tl.load(lens + lane).to(tl.int64)
-    live = lane < tl.load(live_count).to(tl.int64)
-    node = inside & live
-    parent, token = (rows * 0).to(tl.int64), (rows * 0).to(tl.int64)
-    slot = (rows * 0).to(tl.int64)
-    if HAS & cTREE:
-        node = node & (rows < tl.load(sizes + lane))
-        parent = load_wide(parents, first + rows, inside)
-        token = load_wide(tokens, first + rows, inside)
-    if HAS & cOUT:
-        slot = load_wide(out, first + rows, inside)
+    start = tl.load(mi + lane).to(tl.int64)
+    inside = (rows < w) & (lane < tl.load(live_count).to(tl.int64))
+    node = inside & (rows < tl.load(sizes + lane))
+    parent = load_wide(parents, first + rows, rows < w)
     linked = node & (parent >= 0) & (parent < rows)
     up = tl.where(linked, parent, 0).to(tl.int32)
-    doubt = _filter(
-        lane, first, block, rows, s, w, live, lanes, parent, up, linked, node, token, slot, lens,
-        mi, mask, parents, tokens, sibling, out, pad_rows, reserved, mask_numel, HAS, LANES, ROWS,
-        COLS, WIDE,
-    )  # fmt: skip
+    doubt = _mask_doubt(
+        rows, s, w, up, linked, node, inside, start, mask, pad_rows, mask_numel, HAS, COLS, WIDE
+    )
     if (HAS & cKVI) and (HAS & cFULL):
         stray = count_stray_kv(lane, block, blocks, kv, kvi, kvi_numel, pool, WIDE) > 0
         if stray:
             report_lane(slots, tl.load(state + 1) % 4, (lane * 0 + cK1) & enabled, lane, lane, w)
-    if tl.max(doubt) != 0:
-        _judge(
-            slots, tl.load(state + 1) % 4, lane, first, rows, s, w, live, parent, up, linked, node,
-            token, slot, lens, mask, parents, tokens, depths, child, sibling, out, pad_rows,
-            reserved, mask_numel, enabled, HAS, LANES, COLS, WIDE,
-        )  # fmt: skip
+    if tl.max((doubt != 0).to(tl.int32)) != 0:
+        begin = builder_offset(lens, lane, w, LANES)
+        flags = _mask_flags(
+            first,
+            rows,
+            s,
+            w,
+            up,
+            linked,
+            node,
+            inside,
+            begin,
+            mask,
+            depths,
+            pad_rows,
+            mask_numel,
+            HAS,
+            COLS,
+            WIDE,
+        )
+        report(slots, tl.load(state + 1) % 4, lane, rows, flags & enabled)
 
 
 @triton.jit
-def _filter(
-    lane: tl.tensor, first: tl.tensor, block: tl.tensor, rows: tl.tensor, s: tl.tensor,
-    w: tl.tensor, live: tl.tensor, lanes: tl.tensor, parent: tl.tensor, up: tl.tensor,
-    linked: tl.tensor, node: tl.tensor, token: tl.tensor, slot: tl.tensor, lens: tl.tensor,
-    mi: tl.tensor, mask: tl.tensor, parents: tl.tensor, tokens: tl.tensor, sibling: tl.tensor,
-    out: tl.tensor, pad_rows: tl.tensor, reserved: tl.tensor, mask_numel: tl.tensor,
-    HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    WIDE: tl.constexpr,
+def _mask_doubt(
+    rows: tl.tensor, s: tl.tensor, w: tl.tensor, up: tl.tensor, linked: tl.tensor, node: tl.tensor,
+    inside: tl.tensor, start: tl.tensor, mask: tl.tensor, pad_rows: tl.tensor,
+    mask_numel: tl.tensor, HAS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Per cell, nonnegative: 0 everywhere means that no rule about cells is broken here."""
-    # A row without a node gets keys that match nothing.
-    parent32 = tl.where(node, parent.to(tl.int32), -7)
-    slot32 = tl.where(live & (slot != reserved), slot.to(tl.int32), -7 - rows)
-    token32 = token.to(tl.int32)
-    doubt = tl.zeros([ROWS, COLS], tl.int32)
-    start = lane * 0
-    judged = rows < 0
-    if HAS & cMASK:
-        start = tl.load(mi + lane).to(tl.int64)
-        readable = readable_rows(rows, w, s, start, mask_numel) & live
-        judged = readable & (node | (pad_rows > 0))
-        doubt |= ((rows < w) & live & (judged == 0)).to(tl.int32)
-        doubt |= offsets_wrong(lens, mi, w, lanes, LANES)
+    """Per cell; 0 everywhere means that no rule about the mask is broken in these rows."""
+    readable = readable_rows(rows, w, s, start, mask_numel) & inside
+    judged = readable & (node | (pad_rows > 0))
+    diagonal_on = node | (pad_rows == 1)
+    sane = (s >= 0) & (s <= mask_numel) & (start >= 0) & (start <= mask_numel)
+    if (HAS & cWORDS_OK) and (sane & (start + w * (s + w) + 12 <= mask_numel)):
+        doubt = filter_words(mask, start + s, rows, up, w, s + w, linked, judged, diagonal_on, COLS)
+    else:
+        doubt = filter_bytes(mask, start + s, rows, up, w, s + w, linked, judged, diagonal_on, COLS)
+    doubt |= (inside & (judged == 0)).to(tl.int32)
+    if HAS & cFULL:
         hidden, prefix = judge_prefix(mask, start, rows, s, w, node, readable, HAS, WIDE)
-        doubt |= hidden
-        if HAS & cFULL:
-            doubt |= (node & readable & (prefix != s)).to(tl.int32)
-    for c in range(0, w, COLS):
-        cols = c + tl.arange(0, COLS)[None, :]
-        if HAS & cMASK:
-            doubt |= filter_mask(
-                mask, start + s, rows, up, cols, s + w, linked, judged & (cols < w),
-                node | (pad_rows == 1),
-            )  # fmt: skip
-        if c < (block + 1) * ROWS:
-            doubt |= filter_pairs(
-                first, rows, cols, w, parent32, token32, slot32, parents, tokens, sibling, out, HAS
-            )
+        doubt |= hidden | (node & readable & (prefix != s)).to(tl.int32)
     return doubt
 
 
 @triton.jit
-def _judge(
-    slots: tl.tensor, slot_at: tl.tensor, lane: tl.tensor, first: tl.tensor, rows: tl.tensor,
-    s: tl.tensor, w: tl.tensor, live: tl.tensor, parent: tl.tensor, up: tl.tensor,
-    linked: tl.tensor, node: tl.tensor, token: tl.tensor, slot: tl.tensor, lens: tl.tensor,
-    mask: tl.tensor, parents: tl.tensor, tokens: tl.tensor, depths: tl.tensor, child: tl.tensor,
-    sibling: tl.tensor, out: tl.tensor, pad_rows: tl.tensor, reserved: tl.tensor,
-    mask_numel: tl.tensor, enabled: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr,
-    COLS: tl.constexpr, WIDE: tl.constexpr,
-) -> None:  # fmt: skip
-    """Cold: judge the cells rule by rule, at the builder's own mask offset, and report."""
-    grid = (rows + tl.arange(0, COLS)[None, :]) * 0
+def _mask_flags(
+    first: tl.tensor, rows: tl.tensor, s: tl.tensor, w: tl.tensor, up: tl.tensor, linked: tl.tensor,
+    node: tl.tensor, inside: tl.tensor, start: tl.tensor, mask: tl.tensor, depths: tl.tensor,
+    pad_rows: tl.tensor, mask_numel: tl.tensor, HAS: tl.constexpr, COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Cold: judge the rows' cells rule by rule, at the builder's own mask offset."""
+    flags = (rows + tl.arange(0, COLS)[None, :]) * 0
     hot = (rows * 0).to(tl.int64)
-    start = lane * 0
-    readable = rows < 0
-    if HAS & cMASK:
-        other = tl.arange(0, LANES)
-        before = tl.sum(load_wide(lens, other, other < lane), axis=0)
-        start = w * (before + lane * w)
-        readable = readable_rows(rows, w, s, start, mask_numel)
+    readable = readable_rows(rows, w, s, start, mask_numel) & inside
     for c in range(0, w, COLS):
         cols = c + tl.arange(0, COLS)[None, :]
-        if HAS & cMASK:
-            found, own = judge_mask(
-                mask, start + s, rows, up, cols, s + w, linked, node, readable & (cols < w),
-                pad_rows,
-            )  # fmt: skip
-            grid |= found
-            hot += tl.sum(own, axis=1)[:, None].to(tl.int64)
-        grid |= judge_pairs(
-            first, rows, cols, w, parent, node, token, slot, parents, tokens, out, reserved, HAS
+        found, own = judge_mask(
+            mask, start + s, rows, up, cols, s + w, linked, node, readable & (cols < w), pad_rows
         )
-    if HAS & cLINKS:
-        grid |= judge_chains(first, rows, w, up, linked, child, sibling)
-    if HAS & cMASK:
-        hidden, prefix = judge_prefix(mask, start, rows, s, w, node, readable, HAS, WIDE)
-        grid |= hidden
-        if HAS & cFULL:
-            depth = load_wide(depths, first + rows, rows < w)
-            grid |= flag(node & readable & (prefix + hot != s + depth + 1), cM3)
-    report(slots, slot_at, lane, rows, tl.where((rows < w) & live, grid, 0) & enabled)
+        flags |= found
+        hot += tl.sum(own, axis=1)[:, None].to(tl.int64)
+    hidden, prefix = judge_prefix(mask, start, rows, s, w, node, readable, HAS, WIDE)
+    flags |= hidden
+    if HAS & cFULL:
+        depth = load_wide(depths, first + rows, rows < w)
+        flags |= flag(node & readable & (prefix + hot != s + depth + 1), cM3)
+    return tl.where(inside, flags, 0)
+
+
+@triton.jit
+def _pair_program(
+    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
+    parents: tl.tensor, sizes: tl.tensor, child: tl.tensor, sibling: tl.tensor, out: tl.tensor,
+    block: tl.tensor, w: tl.tensor, enabled: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Filter ROWS rows against all rows before them; judge them exactly where in doubt."""
+    lane = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0) * w
+    rows = block * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = (rows < w) & (lane < tl.load(live_count).to(tl.int64))
+    node = inside
+    parent, token = (rows * 0).to(tl.int64), (rows * 0).to(tl.int64)
+    slot = (rows * 0).to(tl.int64) + reserved
+    if HAS & cTREE:
+        node = node & (rows < tl.load(sizes + lane))
+        parent = load_wide(parents, first + rows, rows < w)
+        token = load_wide(tokens, first + rows, rows < w)
+    if HAS & cOUT:
+        slot = load_wide(out, first + rows, rows < w)
+    # A row without a node gets keys that match nothing.
+    parent32 = tl.where(node, parent.to(tl.int32), -7)
+    slot32 = tl.where(inside & (slot != reserved), slot.to(tl.int32), -7 - rows)
+    doubt = tl.zeros([ROWS, COLS], tl.int32)
+    last = tl.minimum(w, (block + 1) * ROWS)
+    for c in range(0, last, COLS):
+        cols = c + tl.arange(0, COLS)[None, :]
+        doubt |= filter_pairs(
+            first,
+            rows,
+            cols,
+            w,
+            parent32,
+            token.to(tl.int32),
+            slot32,
+            parents,
+            tokens,
+            sibling,
+            out,
+            HAS,
+        )
+    if tl.max(doubt) != 0:
+        flags = tl.zeros([ROWS, COLS], tl.int32)
+        for c in range(0, last, COLS):
+            cols = c + tl.arange(0, COLS)[None, :]
+            flags |= judge_pairs(
+                first, rows, cols, w, parent, node, token, slot, parents, tokens, out, reserved, HAS
+            )
+        if HAS & cLINKS:
+            linked = node & (parent >= 0) & (parent < rows)
+            up = tl.where(linked, parent, 0).to(tl.int32)
+            flags |= judge_chains(first, rows, w, up, linked, child, sibling)
+        flags = tl.where(inside, flags, 0) & enabled
+        report(slots, tl.load(state + 1) % 4, lane, rows, flags)
 
 
 # One compiled kernel serves every size and address.
@@ -251,7 +292,8 @@ VERIFY_ARGS = [
     "state", "slots", "live_count", "lens", "qo", "kv", "mi", "stride", "mask", "tokens",
     "parents", "depths", "sizes", "index", "child", "sibling", "positions", "out", "kvi",
     "lanes", "w", "sections", "depth_max", "kv_extra", "pad_rows", "enabled", "host_bits",
-    "host_lane", "host_row", "host_extent", "len_max", "vocab", "pool", "reserved", "mask_numel", "kvi_numel",
+    "host_lane", "host_row", "host_extent", "len_max", "vocab", "pool", "reserved", "mask_numel",
+    "kvi_numel",
     "pad_len", "pad_position", "pad_slot",
 ]  # fmt: skip
 
@@ -269,23 +311,31 @@ def verify_kernel(
     pad_slot: tl.int64, HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rules of the build site. Grid (lanes, ceil(w / ROW_BLOCK) + ceil(w / ROWS)).
+    """Rules of the build site. Grid (lanes, ceil(w / ROW_BLOCK) + 2 * ceil(w / ROWS)).
 
-    Programs with the lowest second index judge rows, the others cells. `operands.Buffers` has the
-    shapes of the arrays.
+    By their second index programs judge rows, mask cells, or pairs of rows. `operands.Buffers` has
+    the shapes of the arrays.
     """
     row_blocks = (w + cROW_BLOCK - 1) // cROW_BLOCK
-    if tl.program_id(1) < row_blocks:
+    blocks = (w + ROWS - 1) // ROWS
+    part = tl.program_id(1)
+    if part < row_blocks:
         _row_program(
-            state, slots, live_count, lens, qo, kv, mi, stride, tokens, parents, depths, sizes,
-            index, child, sibling, positions, out, kvi, lanes, w, sections, depth_max, kv_extra,
-            pad_rows, enabled, host_bits, host_lane, host_row, host_extent, len_max, vocab, pool, reserved,
-            kvi_numel, pad_len, pad_position, pad_slot, HAS,
+            state, slots, live_count, lens, qo, kv, mi, stride, mask, tokens, parents, depths,
+            sizes, index, child, sibling, positions, out, kvi, lanes, w, sections, depth_max,
+            kv_extra, pad_rows, enabled, host_bits, host_lane, host_row, host_extent, len_max,
+            vocab, pool, reserved, mask_numel, kvi_numel, pad_len, pad_position, pad_slot, HAS,
+            LANES, WIDE,
         )  # fmt: skip
+    elif part < row_blocks + blocks:
+        if HAS & cMASK:
+            _mask_program(
+                state, slots, live_count, lens, kv, mi, mask, parents, depths, sizes, kvi,
+                part - row_blocks, blocks, w, pad_rows, enabled, pool, mask_numel, kvi_numel, HAS,
+                LANES, ROWS, COLS, WIDE,
+            )  # fmt: skip
     else:
-        _cell_program(
-            state, slots, live_count, lens, kv, mi, mask, tokens, parents, depths, sizes, child,
-            sibling, out, kvi, tl.program_id(1) - row_blocks, tl.num_programs(1) - row_blocks,
-            lanes, w,
-            pad_rows, enabled, reserved, pool, mask_numel, kvi_numel, HAS, LANES, ROWS, COLS, WIDE,
+        _pair_program(
+            state, slots, live_count, tokens, parents, sizes, child, sibling, out,
+            part - row_blocks - blocks, w, enabled, reserved, HAS, ROWS, COLS,
         )  # fmt: skip

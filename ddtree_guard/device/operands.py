@@ -83,18 +83,21 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Block sizes of `verify_kernel`: rows per program, columns per pass, warps."""
+    """Rows per program that judges cells, and warps per program."""
 
     rows: int = 16
-    cols: int = 128
     warps: int = 4
 
 
-def tile_for(w: int, depth: Depth) -> Tile:
-    """Block sizes for a width; found by `benchmarks/device_check.py --tune`."""
+COLS = 32  # columns, or words of four mask cells, per pass: one a lane of a warp
+
+
+def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
+    """Rows and warps for a width; found by `benchmarks/device_check.py --tune`."""
     if depth is Depth.FULL:
-        return Tile(8, 32 if w <= 32 else 128, 8)
-    return Tile(16, 32, 4) if w <= 32 else Tile(16, 128, 4)
+        return Tile(8, 8)
+    # Small batches leave the device empty: then more programs with fewer rows are faster.
+    return Tile(4, 4) if lanes * w <= 1024 else Tile(16, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ def bind(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, 
     if not hasattr(kernel, "device_caches"):  # the interpreter
         return lambda: kernel[grid](*args, **meta)
     compiled = kernel.warmup(*args, grid=grid, num_warps=warps, **meta)
-    run = compiled.run
+    run = compiled.run  # loads the module; `function` is set after that
     head = (compiled.function, compiled.packed_metadata, None, None, None)
     raw = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     tail = (*head, *raw, *(meta[name] for name in kernel.arg_names[len(args) :]))
@@ -131,7 +134,7 @@ def verify_operands(
     """Bind `verify_kernel`. Raises UsageError for arrays too short for the launch."""
     _require_sizes(buffers, shape)
     has = _present(buffers, shape)
-    tile = tile or tile_for(shape.w, shape.depth)
+    tile = tile or tile_for(shape.w, shape.lanes, shape.depth)
     rules = covered_rules(has, shape)
     seen = _seen_by_host(shape)
     contract, pads = shape.contract, shape.contract.pad_lanes
@@ -145,12 +148,11 @@ def verify_operands(
         0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
         pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),
     )  # fmt: skip
-    grid = (shape.lanes, triton.cdiv(shape.w, ROW_BLOCK) + triton.cdiv(shape.w, tile.rows))
+    grid = (shape.lanes, triton.cdiv(shape.w, ROW_BLOCK) + 2 * triton.cdiv(shape.w, tile.rows))
     launch = bind(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps,
         HAS=sum(HAS_BITS[name] for name in has),
-        LANES=max(16, triton.next_power_of_2(shape.lanes)), ROWS=tile.rows, COLS=tile.cols,
-        WIDE=1024,
+        LANES=32 if shape.lanes <= 32 else MAX_LANES, ROWS=tile.rows, COLS=COLS, WIDE=1024,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 
@@ -268,8 +270,10 @@ def _present(buffers: Buffers, shape: Shape) -> set[str]:
     )  # fmt: skip
     if all(part is not None for part in tree):
         has.add("tree")
-        if buffers.mask is not None:
+        if buffers.mask is not None and buffers.mask_indptr is not None:
             has.add("mask")
+            if buffers.mask.data_ptr() % 4 == 0:
+                has.add("words")
         if all(part is not None for part in links):
             has.add("links")
     if buffers.kv_indptr is not None and buffers.kv_indices is not None:

@@ -40,8 +40,8 @@ BITS = {
 HAS_BITS = {
     "qo_indptr": 1, "kv_indptr": 2, "mask_indptr": 4, "mask": 8, "tree": 16, "links": 32,
     "positions": 64, "out_cache_loc": 128, "kv_indices": 256, "row_stride": 512,
-    "depth_major": 1024, "full": 2048, "committed": 4096, "pad_len": 8192, "pad_slot": 16384,
-    "pad_position": 32768, "outcome": 65536,
+    "depth_major": 1024, "full": 2048, "pad_len": 8192, "pad_slot": 16384,
+    "pad_position": 32768, "outcome": 65536, "words": 131072,
 }  # fmt: skip
 
 # Kernels see globals as constexpr; the interpreter runs plain Python and wants plain integers.
@@ -63,8 +63,8 @@ cTREE, cLINKS, cPOS, cOUT = (
 cKVI, cSTRIDE, cMAJOR, cFULL = (
     _constant(HAS_BITS[n]) for n in ("kv_indices", "row_stride", "depth_major", "full")
 )
-cPAD_LEN, cPAD_SLOT, cPAD_POS, cOUTCOME, cCOMMITTED = (
-    _constant(HAS_BITS[n]) for n in ("pad_len", "pad_slot", "pad_position", "outcome", "committed")
+cPAD_LEN, cPAD_SLOT, cPAD_POS, cOUTCOME, cWORDS_OK = (
+    _constant(HAS_BITS[n]) for n in ("pad_len", "pad_slot", "pad_position", "outcome", "words")
 )
 
 

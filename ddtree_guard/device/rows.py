@@ -164,20 +164,25 @@ def judge_positions(
     pad_position: tl.tensor, HAS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """P1 and the pad value of these rows; mRoPE sections count from their root row."""
+    inside = rows < w
     flags = (rows * 0).to(tl.int32)
     pads = (rows * 0).to(tl.int32)
-    root = first
-    base = s
-    for _ in range(sections):
-        value = load_wide(positions, root + rows, rows < w)
-        if HAS & cTREE:
-            if sections > 1:
-                base = tl.load(positions + root).to(tl.int64)
-                base -= tl.load(depths + first).to(tl.int64)
-            flags |= flag(node & (value != base + depth), cP1)
-        if HAS & cPAD_POS:
-            pads |= flag((rows < w) & (value != pad_position), cG4)
-        root += lanes * w
+    value = load_wide(positions, first + rows, inside)
+    if HAS & cTREE:
+        # The only section of most models, outside the loop so that its load is not held up.
+        flags |= flag(node & (sections == 1) & (value != s + depth), cP1)
+    if HAS & cPAD_POS:
+        pads |= flag(inside & (value != pad_position), cG4)
+    if sections > 1:
+        root = first
+        for _ in range(sections):
+            value = load_wide(positions, root + rows, inside)
+            if HAS & cTREE:
+                base = tl.load(positions + root).to(tl.int64) - tl.load(depths + first)
+                flags |= flag(node & (value != base + depth), cP1)
+            if HAS & cPAD_POS:
+                pads |= flag(inside & (value != pad_position), cG4)
+            root += lanes * w
     return flags, pads
 
 

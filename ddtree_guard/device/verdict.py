@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddtree_guard.device.protocol import BITS, MAGIC, NO_OFFENDER, ROW_RADIX
+from ddtree_guard.rule import Finding
 from ddtree_guard.step import Device, Step
 
 # Of these the device reads a part: K2 within a request, A3 without tokens, T6 without the drafter's
 # columns; at depth `fast` M1 and K1 at the ends of the prefix only.
 PARTIAL_FULL = frozenset({"K2", "A3", "T6"})
 PARTIAL = PARTIAL_FULL | {"M1", "K1"}
-# What a rule takes as sound. Where that is broken too, the checkers may differ.
-ASSUMES = {"T3": "T1", "M3": "T2", "K1": "W2"}
+# What a rule takes as sound. Where that is broken too, the checkers may differ: the device looks
+# for doubtful mask cells at `mask_indptr`, which W3 has then reported.
+ASSUMES: Mapping[str, tuple[str, ...]] = {
+    "T3": ("T1",), "M1": ("W3",), "M2": ("W3",), "M3": ("T2", "W3"), "M4": ("W3",), "M6": ("W3",),
+    "K1": ("W2",), "K4": ("W2",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ def explain(
     """
     cold = check(step)
     broken = {*verdict.rules, *cold.rules}
-    judged = [n for n in covered if n in cold.checked and ASSUMES.get(n) not in broken]
+    judged = [n for n in covered if n in cold.checked and broken.isdisjoint(ASSUMES.get(n, ()))]
     partial = PARTIAL_FULL if full else PARTIAL
     device = Device(
         hot=tuple(name for name in verdict.rules if name in judged),
@@ -73,3 +78,8 @@ def explain(
         first=dict(verdict.first),
     )
     return check(step.replace(device=device))
+
+
+def disagreements(report: Any) -> tuple[Finding, ...]:
+    """The DG1 findings of a report."""
+    return tuple(finding for finding in report.findings if finding.rule == "DG1")

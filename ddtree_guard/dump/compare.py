@@ -22,6 +22,7 @@ MEANING: Mapping[str, str] = {
     "slots": "where keys and values live",
     "graph": "the captured graph",
     "device": "the device checker",
+    "peers": "what other ranks hold",
     "attention": "operands and rows of the verify attention",
     "outcome": "what verification decided",
     "limits": "what the deployment can hold",
@@ -31,7 +32,7 @@ MEANING: Mapping[str, str] = {
 WHOSE = ("who.rids", "who.step_id", "who.rank", "mask.rids")  # differ between any two steps
 # Each rank holds its own share of these.
 OF_A_RANK = ("graph.born", "graph.live", "attention", "limits.vocab_per_rank",
-             "limits.vocab_per_rank_padded", "tree.columns", "device")  # fmt: skip
+             "limits.vocab_per_rank_padded", "tree.columns", "device", "peers")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

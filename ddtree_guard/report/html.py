@@ -19,7 +19,7 @@ from ddtree_guard.errors import UsageError
 from ddtree_guard.guard import Guard, Report, find_rule
 from ddtree_guard.report import rows, svg
 from ddtree_guard.report.svg import Moment, text
-from ddtree_guard.rule import Finding
+from ddtree_guard.rule import Finding, Scope
 from ddtree_guard.step import Step
 
 TRIGGERS = {
@@ -28,6 +28,12 @@ TRIGGERS = {
     "heuristic": "output looked garbled",
     "crash": "the process failed",
     "manual": "it was asked for",
+}
+
+_SCOPES = {
+    Scope.REQUEST: "It concerns this request alone.",
+    Scope.BATCH: "It concerns the whole batch.",
+    Scope.SERVER: "It concerns the whole server.",
 }
 
 
@@ -89,7 +95,7 @@ def page(told: Story) -> str:
         _section("The tree", svg.tree(step, told.request)),
         _section(
             "The last steps",
-            f'<div class="wide"><figure>{svg.timeline(told.moments)}</figure></div>',
+            f'<div class="fit"><figure>{svg.timeline(told.moments)}</figure></div>',
         ),
         _section("Requests of this step", _requests(step)),
         _trails(told),
@@ -146,16 +152,20 @@ def _verdict(told: Story) -> str:
     )
     symbols = " ".join(f"{name}={value}" for name, value in first.bindings.items())
     about = [
-        f"scope {first.scope.value}",
-        f"request {first.request}" if first.request is not None else "",
+        _SCOPES[first.scope],
+        f"First offender: request {first.request}" if first.request is not None else "",
         f"row {first.row}" if first.row is not None else "",
-        f"also harms requests {', '.join(map(str, first.victims))}" if first.victims else "",
     ]
+    harmed = (
+        f" Also harmed: requests {', '.join(map(str, first.victims))}." if first.victims else ""
+    )
+    where = f"{about[0]} {', '.join(filter(None, about[1:]))}".strip().rstrip(".") + "." + harmed
+    cause = first.cause[:1].upper() + first.cause[1:] or "Not known"
     body = [
         against,
         f"<p><code>{text(first.equation)}</code><br><code>{text(symbols)}</code></p>",
-        f"<p>{text(', '.join(filter(None, about)))}. {left[first.tokens_left]}</p>",
-        f"<h2>Likely cause</h2><p>{text(first.cause or 'Not known.')} "
+        f"<p>{text(where)} {left[first.tokens_left]}</p>",
+        f"<h2>Likely cause</h2><p>{text(cause)} "
         f'<span class="soft">({text(first.confidence)})</span></p>',
         _hint(first),
         "<h2>What to do next</h2>",

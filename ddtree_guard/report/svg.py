@@ -149,7 +149,7 @@ def mask(step: Step, request: int) -> str:
         f'height="1"/></svg>{MEANINGS[s]}</li>'
         for s in present
     )
-    picture = _svg(size, size, body, head, f"max-width:{min(560, max(size * 12, 240))}px")
+    picture = _svg(size, size, body, head, f"max-width:{min(560, max(size * 14, 300))}px")
     return (
         f"<figure class='mask'><figcaption>{head}. Rows are queries, columns are the keys of the "
         f"tree.</figcaption>{picture}<ul class='legend'>{legend}</ul></figure>"

@@ -70,22 +70,22 @@ def _plan(rng: np.random.Generator, widths: tuple[int, ...]) -> Plan:
 
 
 def _varied(rng: np.random.Generator, step: Step) -> Step:
-    """The same step with another integer type here and there, all of which SGLang uses."""
-    for path, kinds in (
-        ("layout.qo_indptr", (np.int32, np.int64)),
-        ("layout.prefix_lens", (np.int32, np.int64)),
-        ("slots.out_cache_loc", (np.int32, np.int64)),
-        ("slots.req_to_token", (np.int32, np.int64)),
-        ("tree.parents", (np.int32, np.int64)),
-        ("mask.cells", (np.uint8, np.bool_)),
-    ):
-        value = step.get(path)
-        if value is not None:
-            value = value.astype(kinds[int(rng.integers(2))])
-            step = step.replace(**{path.replace(".", "__"): value})
-    if step.padded_bs == step.bs and rng.random() < 0.2:
-        causal = Contract(name="causal", causal_with_mask=True)
-        step = step.replace(contract=causal)
+    """The same step with the integer types of an eager step, of a graph, or of 32-bit builders."""
+    graph = step.padded_bs > step.bs
+    narrow = rng.random() < 0.3
+    kinds: dict[str, Any] = {
+        "layout.qo_indptr": np.int64 if graph and not narrow else np.int32,
+        "mask.cells": np.uint8 if graph else np.bool_,
+        "slots.req_to_token": np.int32,
+    }
+    if narrow:
+        kinds |= dict.fromkeys(
+            ("layout.prefix_lens", "slots.out_cache_loc", "tree.parents", "tree.tokens"), np.int32
+        )
+    arrays = {path.replace(".", "__"): step.get(path).astype(kind) for path, kind in kinds.items()}
+    step = step.replace(**arrays)
+    if not graph and rng.random() < 0.2:
+        step = step.replace(contract=Contract(name="causal", causal_with_mask=True))
     return step
 
 

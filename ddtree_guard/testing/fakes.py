@@ -8,11 +8,15 @@ are stand-ins. None of them computes anything under test.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,6 +31,47 @@ def sglang(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(f"sglang.srt.{name}")
+
+
+class _Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `sgl_kernel` and everything below it; the modules answer any name with a mock."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """A spec for sgl_kernel and its submodules only."""
+        if name.partition(".")[0] != "sgl_kernel":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> Any:
+        """An empty module that makes up its attributes."""
+        return _Made(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        """Nothing to run."""
+
+
+class _Made(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock(name=name)
+
+
+def sglang_with_kernels(name: str) -> Any:
+    """Like `sglang`, for modules that import SGLang's compiled kernels and run none of them here.
+
+    The stand-in kernels are gone again when this returns.
+    """
+    if importlib.util.find_spec("sgl_kernel") is not None:
+        return sglang(name)
+    finder = _Kernels()
+    sys.meta_path.append(finder)
+    try:
+        return sglang(name)
+    finally:
+        sys.meta_path.remove(finder)
+        for loaded in [m for m in sys.modules if m.partition(".")[0] == "sgl_kernel"]:
+            del sys.modules[loaded]
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,13 @@ def attack(arena: Arena, seed: int) -> Outcome:
 _parser = functools.cache(cli.build_parser)
 
 
+def peak_mb() -> float:
+    """Largest resident memory of this process. `getrusage` would count the parent's at the fork."""
+    text = Path("/proc/self/status").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) / 1024
+
+
 @contextlib.contextmanager
 def redirected(out: io.StringIO, err: io.StringIO) -> Iterator[None]:
     """Catch what a command prints."""

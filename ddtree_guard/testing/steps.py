@@ -18,6 +18,7 @@ from ddtree_guard.step import (
     Limits,
     Mask,
     Outcome,
+    Peers,
     Positions,
     Slots,
     Static,
@@ -122,6 +123,10 @@ def sound_step(seed: int = 0, plan: Plan | None = None, **sizes: Any) -> Step:
             kernel_rows={"extend_attention": 1025},
             supports=("custom_mask", "width_not_block"),
             needs=("custom_mask", "width_not_block"),
+        ),
+        peers=Peers(
+            digests=dict.fromkeys(("width", "offsets", "tree", "accepted"), ("6f", "6f")),
+            keys=("eager/3", "eager/3"),
         ),
         who=Who(
             rids=tuple(f"r{i}" for i in range(plan.bs)),

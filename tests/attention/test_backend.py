@@ -114,6 +114,40 @@ def test_rows_are_sized_by_the_runner_and_by_the_tree() -> None:
 
 
 @pytest.mark.sglang
+def test_a_class_with_an_unknown_buffer_gets_stocks_own_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ddtree_guard.testing.fakes import sglang
+    from ddtree_guard.testing.standins import VerifyCase, build_backend
+
+    module = sglang("layers.attention.triton_backend")
+
+    class TritonAttnBackend(module.TritonAttnBackend):
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any) -> None:
+            super().init_cuda_graph_state(max_bs, max_num_tokens, *args)
+            self.cuda_graph_of_a_later_release = self.cuda_graph_num_kv_splits.clone()
+
+    monkeypatch.setattr(module, "TritonAttnBackend", TritonAttnBackend)
+    backend = build_backend(VerifyCase(context=64), "corrected")
+    backend.init_cuda_graph_state(4, 4 * 8)
+    assert backend.cuda_graph_of_a_later_release.shape == (4 * 17,)
+    assert backend.cuda_graph_custom_mask.shape == (4 * 17 * (64 + 17),)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("choice", ["corrected", "auto"])
+def test_a_class_that_was_renamed_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, choice: Any
+) -> None:
+    from ddtree_guard.testing.fakes import sglang
+    from ddtree_guard.testing.standins import VerifyCase, build_backend
+
+    monkeypatch.delattr(sglang("layers.attention.triton_backend"), "TritonAttnBackend")
+    with pytest.raises(IncompatibleError, match=r"expected the class .* found none in SGLang"):
+        build_backend(VerifyCase(), choice)
+
+
+@pytest.mark.sglang
 def test_a_plugin_that_replaced_the_class_stays_underneath(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddtree_guard.testing.fakes import sglang
     from ddtree_guard.testing.standins import VerifyCase, build_backend, run_verify

@@ -12,12 +12,12 @@ import pytest
 from ddtree_guard import cli
 from ddtree_guard.commands.bundle import Leak, Secrets, build
 from ddtree_guard.config import Config
-from ddtree_guard.dump.compare import Difference, differences
+from ddtree_guard.dump.compare import MEANING, Difference, differences
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.dump.write import DumpWriter, Notes
 from ddtree_guard.guard import Guard
 from ddtree_guard.recorder import Recorder
-from ddtree_guard.step import Step
+from ddtree_guard.step import PARTS, Step
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.hostile import target_step
 from ddtree_guard.testing.steps import sound_step
@@ -105,6 +105,10 @@ def test_diff_as_json(run: Run, tmp_path: Path) -> None:
         "where": "widths.holders.backend", "a": "17", "b": "8",
         "meaning": "rows per request, as each part of the server holds it",
     }  # fmt: skip
+
+
+def test_every_part_of_a_step_has_a_meaning_and_a_place() -> None:
+    assert set(MEANING) == set(PARTS)
 
 
 def test_every_kind_of_value_is_compared() -> None:

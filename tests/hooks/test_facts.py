@@ -16,6 +16,13 @@ from ddtree_guard.hooks.facts import GENERATIONS, MATRIX, facts_of, stated_width
 class _Old:
     """Shaped like 0.5.13 to 0.5.16: nothing reads the batch's width."""
 
+    def __init__(self) -> None:
+        self.num_draft_tokens = 8
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.cuda_graph_custom_mask: Any = None
+        self.cuda_graph_num_kv_splits: Any = None
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.num_draft_tokens = forward_batch.batch_size
 
@@ -35,6 +42,9 @@ class _New(_FollowsBatch):
     """Shaped like 0.5.17 to 0.5.20."""
 
     verify_mask = None
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._verify_mask: Any = None
 
 
 class _Wrapped(_New):
@@ -59,7 +69,20 @@ def test_a_fork_with_any_version_string_gets_the_row_that_fits(
     assert facts_of(_New).name == "spec-info"
 
 
-@pytest.mark.parametrize("shape", [object, _FollowsBatch])
+class _RenamedWidth:
+    """0.5.16 with its width under another name: what we would set, nobody would read."""
+
+    def __init__(self) -> None:
+        self.n_draft = 8
+
+    init_forward_metadata_out_graph = _Old.init_forward_metadata_out_graph
+    get_verify_buffers_to_fill_after_draft = _Old.get_verify_buffers_to_fill_after_draft
+    init_cuda_graph_state = _Old.init_cuda_graph_state
+
+    def init_forward_metadata(self, forward_batch: Any) -> None: ...
+
+
+@pytest.mark.parametrize("shape", [object, _FollowsBatch, _RenamedWidth])
 def test_unknown_shape_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, shape: type
 ) -> None:
@@ -125,3 +148,12 @@ def test_only_the_oldest_generation_leaves_positions_stale() -> None:
 def test_an_algorithm_without_a_row_says_what_is_not_checked() -> None:
     contract = contract_of("MINE", GENERATIONS[2], "eager")
     assert "MINE has no row" in contract.not_checked["M9"]
+
+
+def test_a_buffer_that_no_release_has_is_noticed() -> None:
+    class Later(_Old):
+        def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+            self.cuda_graph_row_splits: Any = None
+
+    assert table.unknown_buffers(_Old) == frozenset()
+    assert table.unknown_buffers(Later) == {"cuda_graph_row_splits"}

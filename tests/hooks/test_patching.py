@@ -152,3 +152,49 @@ def test_originals_survive_a_rewrite_of_module_globals(host: Any) -> None:
                 setattr(module, name, None)
     assert host.function(1) == 11
     report.restore()
+
+
+def test_a_wrapper_over_ours_gets_no_second_layer_of_ours_below_it(host: Any) -> None:
+    first = apply([_patch("TABLE[triton]", wrap=lambda original: lambda runner: "ours")])
+    ours = host.TABLE["triton"]
+    host.TABLE["triton"] = theirs = lambda runner: ours(runner)
+    second = apply([_patch("TABLE[triton]")])
+    assert [o.status for o in second.outcomes] == ["already"]
+    assert "now under" in second.outcomes[0].detail
+    assert host.TABLE["triton"] is theirs
+    assert len(first.restore()) == 1
+    assert first.in_force
+
+    host.TABLE["triton"] = ours  # they leave, and the second try restores
+    assert first.restore() == ()
+    assert host.TABLE["triton"]("x") == "stock"
+    assert not first.in_force
+
+
+def test_a_patch_that_somebody_took_away_is_applied_again(host: Any) -> None:
+    before = host.TABLE["triton"]
+    apply([_patch("TABLE[triton]")])
+    host.TABLE["triton"] = before
+    again = apply([_patch("TABLE[triton]", wrap=lambda original: lambda runner: "ours")])
+    assert [o.status for o in again.outcomes] == ["applied"]
+    assert host.TABLE["triton"]("x") == "ours"
+    again.restore()
+
+
+def test_a_wrapper_that_passes_everything_on_fits_any_signature(host: Any) -> None:
+    host.TABLE["triton"] = lambda *args, **kwargs: "stock"
+    report = apply([_patch("TABLE[triton]", expects=("runner",))])
+    assert [o.status for o in report.outcomes] == ["applied"]
+    report.restore()
+
+
+def test_a_changed_signature_names_the_function_that_has_it(host: Any) -> None:
+    host.TABLE["triton"] = lambda model_runner: "stock"
+    detail = apply([_patch("TABLE[triton]", expects=("runner",))]).outcomes[0].detail
+    assert "<lambda> has parameters (model_runner), expected (runner, ...)" in detail
+
+
+def test_a_function_without_a_signature_is_reported_not_raised(host: Any) -> None:
+    host.TABLE["triton"] = type  # `type` has no signature to inspect
+    report = apply([_patch("TABLE[triton]", expects=("runner",))])
+    assert [o.status for o in report.outcomes] == ["signature-changed"]

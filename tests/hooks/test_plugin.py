@@ -42,6 +42,9 @@ def _unchanged(before: dict[str, Any]) -> bool:
 @pytest.mark.sglang
 @pytest.mark.parametrize("env", [{}, {PREFIX: "off"}, {PREFIX: "log"}])
 def test_without_a_budget_every_object_is_the_original(env: dict[str, str]) -> None:
+    from ddtree_guard.testing.fakes import sglang_with_kernels
+
+    sglang_with_kernels("managers.scheduler")  # mode log hooks into it, and only into it
     before = _identities()
     assert plugin.activate(env) is None
     assert _unchanged(before)

@@ -74,7 +74,7 @@ def play(recorder: Recorder, steps: list[Step]) -> list[Path]:
 
 
 def waited(root: Path) -> Dump:
-    for _ in range(400):
+    for _ in range(2400):
         if find_dumps(root):
             return Dump(find_dumps(root)[0])
         time.sleep(0.025)

@@ -56,7 +56,7 @@ def recorder(tmp_path: Path, clock: Clock) -> Iterator[Recorder]:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    for _ in range(400):
+    for _ in range(2400):
         if condition():
             return
         time.sleep(0.025)

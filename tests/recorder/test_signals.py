@@ -63,7 +63,7 @@ def test_a_running_process_dumps_and_goes_on(
     try:
         assert cli.main(["dump", "--pid", str(process.pid)]) == 0
         assert f"asked process {process.pid}" in capsys.readouterr().out
-        for _ in range(400):
+        for _ in range(2400):
             if find_dumps(tmp_path):
                 break
             time.sleep(0.025)

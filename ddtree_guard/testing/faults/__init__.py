@@ -9,6 +9,7 @@ from ddtree_guard.testing.faults import (  # noqa: F401  (imported for their reg
     logits,
     mask,
     positions,
+    ranks,
     tree,
     width,
 )

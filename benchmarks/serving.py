@@ -1,0 +1,366 @@
+"""Engines for the GPU benchmarks: dummy models made on the fly, one child process per engine.
+
+A child is started with `python benchmarks/serving.py CELL_JSON`; it reads commands, one JSON
+object a line, from stdin and answers with lines that start with `ANSWER `. Everything else on
+stdout and stderr is the server's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCAB, CONTEXT = 32_000, 8192
+ALGORITHMS = ("NONE", "NGRAM", "DFLASH", "EAGLE", "DDTREE")
+SHAPES = {
+    "small": {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16,
+              "num_key_value_heads": 8, "intermediate_size": 3072},
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "intermediate_size": 12_288},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One engine. `tool` is off, guard, kv_canary or async_assert; `w` the verify width."""
+
+    algorithm: str
+    graphs: bool = True
+    overlap: bool = True
+    tool: str = "guard"
+    shape: str = "small"
+    w: int = 16
+    max_running: int = 16
+    depth: str = "fast"
+    plant: str = ""
+    folder: str = "/tmp/ddtree-guard-bench"
+
+    @property
+    def name(self) -> str:
+        """A short name, also of files."""
+        parts = [self.algorithm, self.shape, f"w{self.w}", "graphs" if self.graphs else "eager"]
+        parts += ["overlap" if self.overlap else "sync", self.tool]
+        return "-".join([*parts, *([self.plant.replace("@", "at")] if self.plant else [])])
+
+    def path(self, name: str) -> Path:
+        """A file of this cell."""
+        return Path(self.folder) / self.name / name
+
+
+def write_model(folder: Path, shape: str) -> dict[str, Path]:
+    """Configurations of a target and its drafters; weights are dummies, made by SGLang."""
+    common = {
+        "head_dim": 128, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
+        "eos_token_id": 2, **SHAPES[shape],
+    }  # fmt: skip
+    layers = int(common["num_hidden_layers"])
+    drafts = {"num_target_layers": layers, "num_hidden_layers": 2, "block_size": 8}
+    taps = sorted({1, layers // 2, layers - 2})  # the last one must be at most layers - 2
+    configs = {
+        "target": {**common, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+        "dflash": {
+            **common, **drafts, "model_type": "qwen3", "architectures": ["DFlashDraftModel"],
+            "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": taps},
+        },
+        "eagle": {
+            **common, "model_type": "llama", "architectures": ["LlamaForCausalLMEagle"],
+            "num_hidden_layers": 1,
+        },
+    }  # fmt: skip
+    paths = {}
+    for name, config in configs.items():
+        paths[name] = folder / shape / name
+        paths[name].mkdir(parents=True, exist_ok=True)
+        (paths[name] / "config.json").write_text(json.dumps(config, indent=1))
+    return paths
+
+
+def engine_options(cell: Cell, models: dict[str, Path]) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` for a cell. Token ids in, token ids out."""
+    options: dict[str, Any] = {
+        "model_path": str(models["target"]), "load_format": "dummy", "random_seed": 7,
+        "skip_tokenizer_init": True, "attention_backend": "triton",
+        "sampling_backend": "pytorch", "grammar_backend": "none", "log_level": "warning",
+        "mem_fraction_static": 0.6, "max_total_tokens": 120_000,
+        "max_running_requests": cell.max_running, "disable_cuda_graph": not cell.graphs,
+        "disable_overlap_schedule": not cell.overlap,
+    }  # fmt: skip
+    if cell.algorithm == "NGRAM":
+        options |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": cell.w}
+    elif cell.algorithm in ("DFLASH", "DDTREE"):
+        options |= {
+            "speculative_algorithm": cell.algorithm,
+            "speculative_draft_model_path": str(models["dflash"]),
+            "speculative_dflash_block_size": 8,
+        }
+    elif cell.algorithm == "EAGLE":
+        options |= {
+            "speculative_algorithm": "EAGLE", "speculative_num_steps": 3,
+            "speculative_draft_model_path": str(models["eagle"]),
+            "speculative_eagle_topk": 4, "speculative_num_draft_tokens": cell.w,
+        }  # fmt: skip
+    if cell.tool == "kv_canary":
+        options["kv_canary"] = "log"
+    return options
+
+
+def environment(cell: Cell) -> dict[str, str]:
+    """Variables of a child: the guard's, the probe's, and its plugins on the path."""
+    site = write_plugins(Path(cell.folder) / "plugins")
+    paths = [str(ROOT), str(site), os.environ.get("PYTHONPATH", "")]
+    values = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "SGLANG_DDTREE_GUARD": "log" if cell.tool == "guard" else "off",
+        "SGLANG_DDTREE_GUARD_DEPTH": cell.depth,
+        "SGLANG_DDTREE_GUARD_DUMP_DIR": str(cell.path("dumps")),
+        "DDTREE_GUARD_PROBE": str(cell.path("probe.json")),
+        "DDTREE_GUARD_PROBE_PLANT": cell.plant,
+        "SGLANG_DDTREE_BUDGET": str(cell.w - 1) if cell.algorithm == "DDTREE" else "",
+    }
+    if cell.tool == "async_assert":
+        values["SGLANG_ENABLE_ASYNC_ASSERT"] = "1"
+    return values
+
+
+def write_plugins(site: Path) -> Path:
+    """Metadata that lets SGLang find the probe, and the guard where it is not installed."""
+    names = {"ddtree_guard_probe": "ddtree_guard.testing.probe:load"}
+    if not [e for e in entry_points(group="sglang.srt.plugins") if e.name == "ddtree_guard"]:
+        names["ddtree_guard"] = "ddtree_guard.hooks.plugin:load"
+    info = site / "ddtree_guard_probe-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtree-guard-probe\nVersion: 0\n")
+    lines = [f"{name} = {target}" for name, target in names.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines, ""]))
+    return site
+
+
+# --- parent ---
+class Child:
+    """An engine in a process of its own."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        cell.path("log.txt").parent.mkdir(parents=True, exist_ok=True)
+        cell.path("probe.json").unlink(missing_ok=True)
+        self.log = cell.path("log.txt").open("w")
+        self.begun = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(asdict(cell))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env=environment(cell), start_new_session=True,
+        )  # fmt: skip
+        self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("ANSWER "):
+                self.answers.put(json.loads(line.removeprefix("ANSWER ")))
+            else:
+                self.log.write(line)
+        self.answers.put(None)  # the child has ended
+
+    def send(self, **command: Any) -> None:
+        """Queue a command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """The next answer. Raises RuntimeError with the end of the log where none comes."""
+        try:
+            found = self.answers.get(timeout=max(seconds, 0.1))
+        except queue.Empty:
+            found = None
+        if found is None or "error" in found:
+            reason = (found or {}).get("error", f"no answer within {seconds:.0f} s")
+            raise RuntimeError(f"{self.cell.name}: {reason}\n{self.tail()}")
+        return found
+
+    def ask(self, wait_s: float, /, **command: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer."""
+        self.send(**command)
+        return self.answer(wait_s)
+
+    def probe(self) -> dict[str, Any]:
+        """What the guard counted so far; empty without a guard."""
+        path = self.cell.path("probe.json")
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def tail(self, lines: int = 20) -> str:
+        """The end of the log."""
+        self.log.flush()
+        text = self.cell.path("log.txt").read_text(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self) -> None:
+        """End the engine and everything that it started."""
+        for signal_ in ("TERM", "KILL"):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, 15 if signal_ == "TERM" else 9)
+                try:
+                    self.process.wait(10)
+                except subprocess.TimeoutExpired:
+                    continue
+        self.reader.join(10)
+        for stream in (self.process.stdin, self.process.stdout, self.log):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+
+# --- child ---
+@dataclass(slots=True)
+class Load:
+    """Mixed traffic: between 1 and `most` requests at once, lengths log-uniform from 1 to 4096."""
+
+    seed: int
+    most: int = 16
+    longest: int = 4096
+    prefixes: list[list[int]] = field(default_factory=list)
+
+    def prompt(self, rng: random.Random) -> list[int]:
+        """Token ids; a third of the prompts start with one that was used before (radix cache)."""
+        length = max(1, round(math.exp(rng.uniform(0, math.log(self.longest)))))
+        if self.prefixes and rng.random() < 0.33:
+            head = rng.choice(self.prefixes)
+            return [*head[: rng.randint(1, len(head))], *tokens(rng, 1 + length // 8)]
+        made = tokens(rng, length)
+        self.prefixes = [*self.prefixes[-31:], made]
+        return made
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    """Random ids with repetitions, so that n-gram drafts have something to find."""
+    words = [[rng.randrange(10, VOCAB - 10) for _ in range(6)] for _ in range(8)]
+    found: list[int] = []
+    while len(found) < count:
+        found += rng.choice(words)
+    return found[:count]
+
+
+async def soak(engine: Any, load: Load, seconds: float) -> dict[str, Any]:
+    """Keep requests running for a while; one in ten is aborted on the way."""
+    rng, running, counts = random.Random(load.seed), set(), {"sent": 0, "aborted": 0, "failed": 0}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or running:
+        target = 0 if time.monotonic() >= end else rng.randint(1, load.most)
+        while len(running) < target:
+            rid = f"soak-{load.seed}-{counts['sent']:06d}"  # aborts match by prefix
+            counts["sent"] += 1
+            job = asyncio.ensure_future(_one(engine, rid, load.prompt(rng), rng.randint(8, 192)))
+            running.add(job)
+            if rng.random() < 0.1:
+                counts["aborted"] += 1
+                asyncio.get_running_loop().call_later(
+                    rng.uniform(0.02, 0.5), engine.tokenizer_manager.abort_request, rid
+                )
+        if running:
+            done, running = await asyncio.wait(
+                running, timeout=0.05, return_when=asyncio.FIRST_COMPLETED
+            )
+            counts["failed"] += sum(job.exception() is not None for job in done)
+    return counts
+
+
+async def _one(engine: Any, rid: str, prompt: list[int], count: int) -> None:
+    await engine.async_generate(input_ids=prompt, sampling_params=_greedy(count), rid=rid)
+
+
+def _greedy(count: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+
+
+def fixed(engine: Any, count: int = 6, length: int = 64) -> list[list[int]]:
+    """Greedy continuations of fixed prompts, one at a time: the same on every sound engine."""
+    rng = random.Random(11)
+    prompts = [tokens(rng, 7 + 61 * i) for i in range(count)]
+    return [
+        list(engine.generate(input_ids=prompt, sampling_params=_greedy(length))["output_ids"])
+        for prompt in prompts
+    ]
+
+
+async def block(engine: Any, concurrency: int, requests: int, length: int, seed: int) -> Any:
+    """One block of a benchmark: tokens per second, and seconds between chunks of a stream."""
+    rng = random.Random(seed)
+    prompts = [tokens(rng, 128) for _ in range(requests)]
+    slots, gaps, made = asyncio.Semaphore(concurrency), [], 0
+
+    async def stream(prompt: list[int]) -> None:
+        nonlocal made
+        async with slots:
+            last, seen = None, 0
+            chunks = await engine.async_generate(
+                input_ids=prompt, sampling_params=_greedy(length), stream=True
+            )
+            async for chunk in chunks:
+                now = time.perf_counter()
+                total = chunk["meta_info"]["completion_tokens"]
+                if last is not None and total > seen:
+                    gaps.append((now - last) / (total - seen))
+                last, seen = now, total
+            made += seen
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(stream(prompt) for prompt in prompts))
+    return {"tokens_per_s": made / (time.perf_counter() - begun), "gaps": sorted(gaps)[-2000:],
+            "count": len(gaps)}  # fmt: skip
+
+
+def _serve(cell: Cell) -> None:
+    """The child's loop: start, answer commands, end when stdin does."""
+    models = write_model(Path(cell.folder) / "models", cell.shape)
+    begun = time.monotonic()
+    import sglang
+
+    engine = sglang.Engine(**engine_options(cell, models))
+    loop = getattr(engine, "loop", None) or asyncio.new_event_loop()
+    _say(ready=True, start_s=round(time.monotonic() - begun, 2), release=sglang.__version__)
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            _say(**_obey(engine, loop, command))
+        except Exception as error:
+            _say(error=f"{type(error).__name__}: {error}")
+    engine.shutdown()
+
+
+def _obey(engine: Any, loop: Any, command: dict[str, Any]) -> dict[str, Any]:
+    what = command.pop("do")
+    if what == "fixed":
+        return {"outputs": fixed(engine, **command)}
+    if what == "soak":
+        seconds = command.pop("seconds")
+        return dict(loop.run_until_complete(soak(engine, Load(**command), seconds)))
+    if what == "block":
+        return dict(loop.run_until_complete(block(engine, **command)))
+    raise ValueError(f"unknown command {what}")
+
+
+def _say(**values: Any) -> None:
+    print("ANSWER " + json.dumps(values), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(Cell(**json.loads(sys.argv[1])))

@@ -1,0 +1,248 @@
+"""Zero false alarms: guarded engines under mixed traffic, cell after cell, on one GPU.
+
+    python benchmarks/soak.py --minutes 9 [--parallel 3] [--only NGRAM] [--plant] [--list]
+
+Cells cover algorithm x graphs x overlap pairwise. The result file is rewritten after every cell;
+a later call goes on with the cells that are missing. With `--plant` one fault per cell is planted
+through `ddtree_guard.testing`, and must be found on its own step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from serving import ROOT, Cell, Child
+
+sys.path.insert(0, str(ROOT))
+
+from ddtree_guard import render
+
+START_S = 170.0  # the first start on a fresh box compiles for more than a minute
+# A fault of each kind of site: built offsets, mask, tree, positions, slots.
+PLANTS = ("W3", "M2", "P1", "K2", "W1")
+
+
+def cells() -> list[Cell]:
+    """All engines: graphs x overlap for each algorithm with a tree or a chain, and plain decode."""
+    wide = {"NGRAM": (16, 8), "DFLASH": (8, 8), "EAGLE": (8, 12), "DDTREE": (17, 33)}
+    found = [Cell("NONE")]
+    for algorithm, widths in wide.items():
+        for at, (graphs, overlap) in enumerate(
+            ((True, True), (False, False), (True, False), (False, True))
+        ):
+            depth = ("fast", "full")[at % 2]
+            w = widths[at // 2]
+            found.append(Cell(algorithm, graphs, overlap, w=w, depth=depth))
+    return found
+
+
+def planted_cells() -> list[Cell]:
+    """The same engines, each with one fault. DFLASH passes no mask."""
+    found = []
+    speculative = [cell for cell in cells() if cell.algorithm != "NONE"]
+    for at, cell in enumerate(speculative):
+        masks = cell.algorithm != "DFLASH"
+        rules = PLANTS if masks else [rule for rule in PLANTS if rule not in ("W3", "M2")]
+        found.append(replace(cell, plant=f"{rules[at % len(rules)]}@40"))
+    return found
+
+
+def measure(cell: Cell, seconds: float, deadline: float) -> dict[str, Any]:
+    """Run one cell: fixed prompts, traffic, and the guard's counters."""
+    child = Child(cell)
+    try:
+        start = child.answer(min(START_S, deadline - time.monotonic()))
+        outputs = child.ask(120, do="fixed")["outputs"]
+        traffic = child.ask(seconds + 90, do="soak", seconds=seconds, seed=len(cell.name))
+        time.sleep(1.5)  # the probe writes twice a second
+        return row(cell, start, outputs, traffic, child.probe(), log_of(cell))
+    finally:
+        child.stop()
+
+
+def log_of(cell: Cell) -> str:
+    """The engine's log."""
+    return cell.path("log.txt").read_text(errors="replace")
+
+
+def row(
+    cell: Cell, start: dict[str, Any], outputs: Any, traffic: Any, probe: dict[str, Any], log: str
+) -> dict[str, Any]:
+    """One row of the result file."""
+    lines = [found for text in log.splitlines() if (found := render.parse_line(text))]
+    boot = [text for text in log.splitlines() if "ddtree_guard armed=" in text]
+    return {
+        "cell": cell.name, "release": start["release"], "algorithm": cell.algorithm,
+        "graphs": cell.graphs, "overlap": cell.overlap, "w": cell.w, "depth": cell.depth,
+        "steps_checked": probe.get("steps_checked", 0),
+        "verify_steps": probe.get("verify_steps", 0),
+        "findings": probe.get("findings", 0), "latent": probe.get("latent", 0),
+        "skipped": probe.get("skipped", {}), "faults": probe.get("faults", {}),
+        "checker": probe.get("checker"), "start_s": start["start_s"], "traffic": traffic,
+        "lines": lines, "boot": boot[:1], "outputs": outputs, "outputs_identical": None,
+        "planted": probe.get("planted"), "tainted": log.count("ddtree_guard tainted"),
+    }  # fmt: skip
+
+
+def judge_plant(found: dict[str, Any]) -> dict[str, Any]:
+    """Whether the planted fault was the one that was found, on its step, before tokens left."""
+    plan, lines = found["planted"] or {}, found["lines"]
+    own = [line for line in lines if line["rule"] == plan.get("rule")]
+    first = own[0] if own else {}
+    return {
+        "planted_at": plan.get("at"),
+        "found_at": first.get("step"),
+        "right_step": str(plan.get("at")) == first.get("step"),
+        "right_rid": first.get("rid") in (plan.get("rid"), "-"),
+        "tokens_left": first.get("tokens_left"),
+    }
+
+
+def compare(rows: dict[str, dict[str, Any]], reference: dict[str, Any]) -> None:
+    """Fill `outputs_identical`: guarded against unguarded, one cell per algorithm."""
+    for found in rows.values():
+        outputs = reference.get(f"{found['algorithm']}-{found['w']}")
+        if outputs is not None and found["graphs"] and found["overlap"]:
+            found["outputs_identical"] = outputs == found["outputs"]
+
+
+def reference_cells(chosen: list[Cell]) -> list[Cell]:
+    """Engines without the guard: the cell with graphs and overlap of each algorithm."""
+    return [replace(c, tool="off") for c in chosen if c.graphs and c.overlap and not c.plant]
+
+
+def reference_outputs(cell: Cell, deadline: float) -> Any:
+    """What an unguarded engine answers to the fixed prompts."""
+    child = Child(cell)
+    try:
+        child.answer(min(START_S, deadline - time.monotonic()))
+        return child.ask(120, do="fixed")["outputs"]
+    finally:
+        child.stop()
+
+
+class Results:
+    """The result file: rows by cell, and the outputs of unguarded engines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        held = json.loads(path.read_text()) if path.exists() else {}
+        self.rows = {found["cell"]: found for found in held.get("rows", [])}
+        self.reference: dict[str, Any] = held.get("reference", {})
+        self.failed: dict[str, str] = {}
+
+    def save(self) -> None:
+        """Rewrite the file as a whole."""
+        compare(self.rows, self.reference)
+        value = {
+            "rows": list(self.rows.values()),
+            "reference": self.reference,
+            "failed": self.failed,
+            "totals": totals(list(self.rows.values())),
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(value, indent=1) + "\n")
+        part.replace(self.path)
+
+
+def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over sound cells. No finding in n steps bounds the rate by 3/n (95 %)."""
+    sound = [found for found in rows if not found["planted"]]
+    steps = sum(found["steps_checked"] for found in sound)
+    findings = sum(found["findings"] for found in sound)
+    return {
+        "engines": len(sound),
+        "verify_steps": sum(found["verify_steps"] for found in sound),
+        "steps_checked": steps,
+        "findings": findings,
+        "rate_below": round(3 / steps, 8) if steps and not findings else None,
+    }
+
+
+def run(results: Results, chosen: list[Cell], options: argparse.Namespace) -> None:
+    """Measure the missing cells, several at a time, until the time is over."""
+    deadline = time.monotonic() + options.minutes * 60
+
+    def one(cell: Cell) -> None:
+        if deadline - time.monotonic() < options.seconds + 75:
+            return  # left for the next call
+        try:
+            if cell.tool == "off":
+                results.reference[f"{cell.algorithm}-{cell.w}"] = reference_outputs(cell, deadline)
+            else:
+                found = measure(cell, options.seconds, deadline)
+                if cell.plant:
+                    found["plant_verdict"] = judge_plant(found)
+                results.rows[cell.name] = found
+            print(f"done {cell.name}", flush=True)
+        except Exception as error:
+            results.failed[cell.name] = str(error)
+            print(f"FAILED {cell.name}: {error}", flush=True)
+        results.save()
+
+    missing = [c for c in chosen if c.tool != "off" and c.name not in results.rows]
+    missing += [c for c in chosen if c.tool == "off" and _reference(c) not in results.reference]
+    with ThreadPoolExecutor(options.parallel) as pool:
+        list(pool.map(one, missing))
+    results.save()
+
+
+def _reference(cell: Cell) -> str:
+    return f"{cell.algorithm}-{cell.w}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what is missing; 1 if a sound cell has a finding or a planted one was missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="traffic per cell")
+    parser.add_argument("--parallel", type=int, default=3, help="engines on the GPU at a time")
+    parser.add_argument("--only", action="append", default=[], help="algorithm, may be repeated")
+    parser.add_argument("--plant", action="store_true", help="one planted fault per cell")
+    parser.add_argument("--list", action="store_true", help="print the cells and stop")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/soak.json")
+    options = parser.parse_args(argv)
+    chosen = planted_cells() if options.plant else cells()
+    chosen = [c for c in chosen if not options.only or c.algorithm in options.only]
+    if find_spec("ddtree_guard.ddtree") is None:
+        chosen = [c for c in chosen if c.algorithm != "DDTREE"]
+    if not options.plant:
+        chosen += reference_cells(chosen)
+    if options.list:
+        print("\n".join(cell.name for cell in chosen))
+        return 0
+    results = Results(options.out)
+    run(results, chosen, options)
+    print(json.dumps(totals(list(results.rows.values()))))
+    bad = [r for r in results.rows.values() if not r["planted"] and r["findings"]]
+    missed = [r for r in results.rows.values() if r["planted"] and not _hit(r)]
+    gaps = [r for r in results.rows.values() if not _covered(r)]
+    for word, rows in (("FINDING", bad), ("MISSED", missed), ("NOT COVERED", gaps)):
+        for found in rows:
+            print(f"{word} {found['cell']}")
+    return 1 if bad or missed or gaps or results.failed else 0
+
+
+def _covered(found: dict[str, Any]) -> bool:
+    """Whether the guard checked every verify step, and there were some."""
+    if found["algorithm"] == "NONE":
+        return True
+    return 0 < found["verify_steps"] == found["steps_checked"] and not found["faults"]
+
+
+def _hit(found: dict[str, Any]) -> bool:
+    verdict = found["plant_verdict"]
+    return verdict["right_step"] and verdict["right_rid"] and verdict["tokens_left"] == "no"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""A plugin for tests in a real server: reports the guard's counters, and plants one fault.
+
+Loaded by SGLang through an entry point of its own (group `sglang.srt.plugins`), only where a test
+or a benchmark puts one on the path; it is no part of an installed guard. It reads
+
+    DDTREE_GUARD_PROBE=FILE          where the scheduler's counters are written, twice a second
+    DDTREE_GUARD_PROBE_PLANT=W3@50   the fault of W3 in the first verify step from the 50th on that
+                                     can hold it: bs >= 2, on the last request
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ddtree_guard.config import setting
+from ddtree_guard.errors import UsageError
+from ddtree_guard.hooks import arm
+
+PERIOD_S = 0.5
+
+
+def load() -> None:
+    """Start the probe's thread in this process; it waits until the process has a guard."""
+    if setting("DDTREE_GUARD_PROBE"):
+        threading.Thread(target=_run, name="ddtree-guard-probe", daemon=True).start()
+
+
+def _run() -> None:
+    target = Path(setting("DDTREE_GUARD_PROBE"))
+    planted: dict[str, Any] = {}
+    rule, _, step = setting("DDTREE_GUARD_PROBE_PLANT").partition("@")
+    while True:
+        time.sleep(PERIOD_S)
+        if not arm.GUARDS:
+            continue
+        guard = arm.GUARDS[-1]
+        if rule and not planted:
+            planted = {"rule": rule, "from": int(step or 1), "at": None}
+            plant_at(guard, planted)
+        _write(target, {**counters(guard), "planted": planted or None})
+
+
+def counters(guard: Any) -> dict[str, Any]:
+    """The guard's counters and state, as JSON values."""
+    coverage = guard.coverage
+    return {
+        "verify_steps": coverage.verify_steps,
+        "steps_checked": coverage.steps_checked,
+        "findings": coverage.findings,
+        "latent": coverage.latent,
+        "skipped": dict(coverage.skipped),
+        "faults": dict(guard.fuses.faults),
+        "checker": guard.checker.kind,
+        "hooks": {name: state.ok for (name, _), state in guard.hooks.items()},
+        "pinned_bytes": pinned_bytes(guard),
+    }
+
+
+def pinned_bytes(guard: Any) -> int:
+    """Host memory that the checker has pinned."""
+    graphs = getattr(guard.checker, "graphs", None)
+    ring = [] if graphs is None else graphs.check._ring
+    return sum(int(rows.numel() * rows.element_size()) for rows in ring)
+
+
+def plant_at(guard: Any, plan: dict[str, Any]) -> None:
+    """Plant the plan's fault once, just before the guard's own part of the build site."""
+    from ddtree_guard.testing.plant import plant
+
+    build = guard.checker.build
+
+    def planted(record: Any, view: Any) -> None:
+        if plan["at"] is None and record.step_id >= plan["from"] and view.bs >= 2:
+            try:
+                plan["changed"] = plant(plan["rule"], view)
+                plan["at"], plan["rid"] = record.step_id, view.rids[-1]
+            except UsageError as error:
+                plan["error"] = str(error)
+        build(record, view)
+
+    guard.checker.build = planted
+
+
+def _write(target: Path, value: dict[str, Any]) -> None:
+    part = target.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.replace(target)

@@ -1,0 +1,61 @@
+"""The guard's own faults: counted per site, logged once, and a site is disarmed after too many."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ddtree_guard.errors import Violation
+
+log = logging.getLogger("ddtree_guard")
+LIMIT = 3  # faults after which a site is left alone
+
+
+class Fuses:
+    """Keeps the guard's own exceptions away from SGLang.
+
+    `strict` (mode raise) lets them through, so that a test run never passes unguarded. A Violation
+    is not a fault of the guard and always passes.
+    """
+
+    def __init__(self, limit: int = LIMIT, strict: bool = False) -> None:
+        self.limit = limit
+        self.strict = strict
+        self.faults: Counter[str] = Counter()
+
+    def intact(self, site: str) -> bool:
+        """Whether the site is still armed."""
+        return self.faults[site] < self.limit
+
+    @contextmanager
+    def internal(self, site: str, may_raise: bool = True) -> Iterator[None]:
+        """Run guard code of a site. `may_raise` False (inside a capture) holds back everything."""
+        try:
+            yield
+        except Violation:
+            if may_raise:
+                raise
+        except Exception:
+            self._count(site)
+            if self.strict and may_raise:
+                raise
+
+    def disarmed(self) -> tuple[str, ...]:
+        """The sites that are left alone, in order of their names."""
+        return tuple(sorted(site for site in self.faults if not self.intact(site)))
+
+    def _count(self, site: str) -> None:
+        self.faults[site] += 1
+        if self.faults[site] == 1:
+            log.exception(
+                "ddtree_guard internal site=%s: our bug; the server is not affected", site
+            )
+        if self.faults[site] == self.limit:
+            log.error(
+                "NOT GUARDED: site %s failed %d times and is disarmed; report the exception above; "
+                "serving continues unchecked there",
+                site,
+                self.limit,
+            )

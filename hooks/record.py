@@ -1,0 +1,68 @@
+"""One verify step in flight: from the worker's entry until SGLang has waited for its tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddtree_guard.hooks.view import View
+from ddtree_guard.rule import Finding
+from ddtree_guard.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The acceptance of a step, on the device. `predict` (bs*w,) holds the target's tokens and
+    `index` (bs, path) the accepted rows, counted over the batch if `global_rows`, else within the
+    request; both are None for a chain. `lens` (bs,) counts committed tokens. `greedy` says
+    whether the walk follows `predict` for every request.
+    """
+
+    lens: Any
+    predict: Any = None
+    index: Any = None
+    greedy: bool = False
+    global_rows: bool = True
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of a step so far. `reqs` are SGLang's own request objects.
+
+    `view` and `step` come with the build site; `findings` of a host checker are known at once,
+    those of the device when its verdict has arrived. `ticket` belongs to the checker.
+    """
+
+    step_id: int
+    reqs: tuple[Any, ...]
+    rids: tuple[str, ...]
+    view: View | None = None
+    step: Step | None = None
+    findings: list[Finding] = field(default_factory=list)
+    checked: bool = False
+    settled: bool = False
+    ticket: Any = None
+    kv_before: list[int | None] = field(default_factory=list)
+    outcome: Walk | None = None
+
+    @property
+    def built(self) -> bool:
+        """Whether the build site saw the step."""
+        return self.view is not None
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Counters of one process. `skipped` counts the reasons why verify steps were not checked."""
+
+    verify_steps: int = 0
+    steps_checked: int = 0
+    findings: int = 0
+    latent: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def ratio(self) -> float:
+        """Checked over all verify steps; 1.0 before the first one. Below 1.0 is an alarm."""
+        return self.steps_checked / self.verify_steps if self.verify_steps else 1.0

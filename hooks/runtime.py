@@ -1,0 +1,388 @@
+"""`ServerGuard`: the guard of one scheduler process. Hooks call it; it never raises into SGLang
+outside mode `raise`, never changes what SGLang returns, and never waits for the device.
+
+A step: `begin` (worker entry, request ids), `built` (metadata), `accepted` (tree walk), `end`
+(worker exit), `resolve` (SGLang has waited for the tokens, none has left), `commit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Concatenate, ParamSpec
+
+import numpy as np
+
+from ddtree_guard import render
+from ddtree_guard.config import Config, Mode
+from ddtree_guard.dump.write import DumpWriter
+from ddtree_guard.errors import Violation
+from ddtree_guard.guard import Guard
+from ddtree_guard.hooks.checker import Checker, HostChecker
+from ddtree_guard.hooks.fuses import Fuses
+from ddtree_guard.hooks.hook import Hook, HookStatus, status
+from ddtree_guard.hooks.journal import Journal
+from ddtree_guard.hooks.patching import PatchReport, apply
+from ddtree_guard.hooks.ranks import Digests
+from ddtree_guard.hooks.record import Coverage, Record, Walk
+from ddtree_guard.hooks.taint import Taints
+from ddtree_guard.hooks.view import View
+from ddtree_guard.metrics import Metrics
+from ddtree_guard.rule import Finding, Scope, Site
+from ddtree_guard.step import Step
+
+log = logging.getLogger("ddtree_guard")
+OPEN = 8  # steps that may be between their worker's exit and the arrival of their tokens
+
+P = ParamSpec("P")
+Method = Callable[Concatenate["ServerGuard", P], None]
+
+
+def site(name: str, may_raise: bool = True) -> Callable[[Method[P]], Method[P]]:
+    """A method as hook code of a site: its faults are ours, counted, and may disarm the site."""
+
+    def decorate(method: Method[P]) -> Method[P]:
+        @functools.wraps(method)
+        def guarded(self: ServerGuard, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            if self.fuses.intact(name):
+                with self.fuses.internal(name, may_raise):
+                    method(self, *args, **kwargs)
+
+        return guarded
+
+    return decorate
+
+
+class ServerGuard:
+    """Judges every verify step of one scheduler process and applies the mode."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: str = "TP0",
+        run: str = "run",
+        checker: Checker | None = None,
+        metrics: Metrics | None = None,
+        journal: Journal | None = None,
+        digests: Digests | None = None,
+    ) -> None:
+        self.config = config
+        self.rank = rank
+        self.guard = Guard(config)
+        self.checker: Checker = checker or HostChecker(self.guard)
+        self.metrics = metrics or Metrics(rank)
+        self.journal = journal or Journal(config.log)
+        self.digests = digests
+        self.fuses = Fuses(strict=config.mode is Mode.RAISE)
+        self.taints = Taints()
+        self.coverage = Coverage()
+        self.writer = DumpWriter(run, config)
+        self.current: Record | None = None
+        self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+        self._open: dict[int, tuple[Any, Record]] = {}
+        self._steps = 0
+        self._reports: list[PatchReport] = []
+        self.hooks: dict[tuple[str, str], HookStatus] = {}
+        self._depth = 0  # nested builds: a backend that calls its parent's, or wraps another
+
+    # --- hooks -----------------------------------------------------------------------------------
+    def install(self, hooks: Iterable[Hook]) -> tuple[HookStatus, ...]:
+        """Apply the hooks that are not in place yet. Returns the state of those."""
+        states = tuple(self._hook(hook) for hook in hooks if _key(hook) not in self.hooks)
+        self.hooks.update({_key(state.hook): state for state in states})
+        return states
+
+    def _hook(self, hook: Hook) -> HookStatus:
+        try:
+            report = apply(hook.patches)
+            self._reports.append(report)
+        except ImportError as error:  # SGLang's own module does not import here
+            return HookStatus(hook, False, f"{type(error).__name__}: {error}")
+        return status(hook, report)
+
+    def remove(self) -> tuple[str, ...]:
+        """Put every original back. A sentence for each that somebody else has replaced since."""
+        kept: list[str] = []
+        while self._reports:
+            kept += self._reports.pop().restore()
+        self.hooks.clear()
+        self.journal.flush()
+        return tuple(kept)
+
+    @contextmanager
+    def nested(self) -> Iterator[bool]:
+        """Around an original that may call another hooked one: True for the outermost."""
+        self._depth += 1
+        try:
+            yield self._depth == 1
+        finally:
+            self._depth -= 1
+
+    # --- init -----------------------------------------------------------------------------------
+    @site("init")
+    def adopt(self, backend: Any, runner: Any) -> None:
+        """Remember which runner a backend works for."""
+        self._runners[backend] = runner
+
+    @site("init")
+    def judge(self, step: Step) -> None:
+        """Check the configuration that a runner was built with, before it serves."""
+        report = self.guard.check(step, (Site.INIT,))
+        record = Record(0, (), (), step=step)
+        self._apply(record, list(report.findings), tokens_left=False)
+
+    def backends(self) -> list[tuple[Any, Any]]:
+        """(runner, backend) of every backend that is alive, oldest first."""
+        return [(runner, backend) for backend, runner in self._runners.items()]
+
+    # --- one step -------------------------------------------------------------------------------
+    @site("begin")
+    def begin(self, batch: Any) -> None:
+        """The worker takes a batch: its requests, without asking the device."""
+        self.current = None
+        mode, reqs = batch.forward_mode, tuple(getattr(batch, "reqs", None) or ())
+        if mode is None or mode.is_idle():
+            return
+        if mode.is_decode():
+            self._steps += 1
+            rids = tuple(str(req.rid) for req in reqs)
+            self.current = Record(self._steps, reqs, rids)
+        elif self.taints:
+            self._look_for_reuse(reqs)
+
+    @site("capture", may_raise=False)
+    def captured(self, backend: Any, batch: Any) -> None:
+        """The metadata of a captured batch size exists; every replay reads this object again."""
+        runner = self._target(backend)
+        if runner is None or not batch.forward_mode.is_target_verify():
+            return
+        lanes, metadata = len(batch.req_pool_indices), backend.forward_metadata
+        self._captured.setdefault(backend, {})[lanes] = metadata
+        view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
+        self.checker.prepare(view)
+
+    @site("capture", may_raise=False)
+    def in_graph(self, backend: Any, batch: Any) -> None:
+        """Inside the captured region: what is queued here runs in every replay."""
+        runner = self._target(backend)
+        if runner is not None and batch.forward_mode.is_target_verify():
+            lanes = len(batch.req_pool_indices)
+            metadata = self._captured.get(backend, {}).get(lanes)
+            self.checker.capture(
+                View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
+            )
+
+    @site("build")
+    def built(self, backend: Any, batch: Any, path: str) -> None:
+        """The metadata of a verify launch stands in the buffers that attention will read."""
+        self._build(backend, batch, path)
+
+    def _build(self, backend: Any, batch: Any, path: str) -> None:
+        record, runner = self.current, self._target(backend)
+        if record is None or runner is None or not batch.forward_mode.is_target_verify():
+            return
+        metadata = None
+        if path == "graph":
+            metadata = self._captured.get(backend, {}).get(len(batch.req_pool_indices))
+        state = f"D={runner.server_args.speculative_num_draft_tokens}"
+        record.view = View(
+            backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state
+        )
+        self.checker.build(record, record.view)
+
+    @site("build")
+    def replayed(self, backend: Any, given: dict[str, Any]) -> None:
+        """A replay of 0.5.12, which hands its fields over one by one."""
+        runner = self._target(backend)
+        if runner is None or self.current is None:
+            return
+        buffers, lanes, spec = runner.graph_runner.buffers, given["bs"], given["spec_info"]
+        rows = lanes * int(getattr(spec, "draft_token_num", 0) or 0)
+        batch = SimpleNamespace(
+            forward_mode=given["forward_mode"],
+            spec_info=spec,
+            batch_size=lanes,
+            req_pool_indices=given["req_pool_indices"][:lanes],
+            seq_lens=given["seq_lens"][:lanes],
+            seq_lens_cpu=given["seq_lens_cpu"],
+            input_ids=buffers.input_ids[:rows],
+            positions=buffers.positions[:rows],
+            out_cache_loc=buffers.out_cache_loc[:rows],
+        )
+        self._build(backend, batch, "graph")
+
+    @site("verify")
+    def accepted(self, batch: Any, predict: Any, lens: Any, index: Any) -> None:
+        """The tree walk of the current step: device tensors, rows counted over the batch."""
+        if self.current is not None:
+            info = getattr(batch, "sampling_info", None)
+            greedy = bool(getattr(info, "is_all_greedy", False))
+            self.current.outcome = Walk(lens, predict, index, greedy)
+
+    @site("verify")
+    def walked(self, step: Any) -> None:
+        """The walk of a DDTREE worker of this project (`ddtree.worker.TreeStep`)."""
+        if self.current is not None:
+            done = step.accepted
+            predict = step.predict.reshape(-1)
+            self.current.outcome = Walk(done.lens, predict, done.accept_index, True, False)
+
+    @site("verify")
+    def end(self, result: Any) -> None:
+        """The worker returns its result; its tokens are still on their way to the host."""
+        record, self.current = self.current, None
+        if record is None:
+            return
+        self.coverage.verify_steps += 1
+        self.metrics.add("verify_steps_total")
+        while len(self._open) >= OPEN:  # results that were never processed
+            _, stale = self._open.pop(next(iter(self._open)))
+            self._settle(stale, tokens_left=None)
+        self._open[id(result)] = (result, record)
+        if record.outcome is None and getattr(result, "accept_lens", None) is not None:
+            record.outcome = Walk(result.accept_lens)
+        if record.outcome is not None and record.outcome.index is None and not _is_chain(record):
+            record.outcome = None  # a tree whose walk was not seen
+        self.checker.verify(record)
+
+    def resolve(self, result: Any) -> Record | None:
+        """SGLang has waited for the step's tokens and has sent none. Returns the step's record."""
+        _, record = self._open.pop(id(result), (None, None))
+        if record is not None:
+            self._resolve(record)
+        return record
+
+    @site("resolve")
+    def _resolve(self, record: Record) -> None:
+        record.kv_before = [kv_length(req) for req in record.reqs]
+        self._settle(record, tokens_left=False)
+
+    @site("commit")
+    def commit(self, record: Record, tokens: list[Any]) -> None:
+        """Lengths after the step against the tokens that were kept. All numbers are on the host."""
+        before, after = record.kv_before, [kv_length(req) for req in record.reqs]
+        if record.step is None or len(tokens) != len(after) or None in (*before, *after):
+            return
+        kept = np.array([len(row) for row in tokens], np.int64)
+        grown = np.array(after, np.int64) - np.array(before, np.int64)
+        settled = np.array([not _gone(req) for req in record.reqs])
+        step = record.step.replace(
+            outcome__accept_lens=kept, outcome__delta_kv=np.where(settled, grown, kept)
+        )
+        found = self.guard.check(step, (Site.COMMIT,)).findings
+        if found:
+            late = dataclasses.replace(record, step=step)
+            self._apply(late, list(found), tokens_left=False)
+
+    # --- what is done about it ------------------------------------------------------------------
+    def _settle(self, record: Record, tokens_left: bool | None) -> None:
+        found = self.checker.settle(record)
+        record.settled = True
+        if record.checked:
+            self.coverage.steps_checked += 1
+            self.metrics.add("steps_checked_total")
+        else:
+            self._skip(record)
+        if found:
+            self._apply(record, found, tokens_left)
+        if self.digests is not None and record.step is not None:
+            self._compare_ranks(self.digests.exchange(record.step))
+
+    def _compare_ranks(self, steps: list[Step]) -> None:
+        rules = [rule for rule in self.guard.rules if rule.family == "X"]
+        for step in steps:
+            found = [f for f in (rule.check(step) for rule in rules) if f is not None]
+            if found:
+                self._apply(Record(step.who.step_id, (), (), step=step), found, tokens_left=None)
+
+    def _skip(self, record: Record) -> None:
+        why = "the check failed" if record.built else "no hook saw its metadata"
+        if not self.coverage.skipped[why]:
+            log.warning("ddtree_guard step=%d was not checked: %s", record.step_id, why)
+        self.coverage.skipped[why] += 1
+
+    def _apply(self, record: Record, found: list[Finding], tokens_left: bool | None) -> None:
+        stop: str | None = None
+        for finding in found:
+            stopping = self.config.mode is Mode.RAISE and not finding.latent
+            action = "server stopped" if stopping else "logged"
+            finding = dataclasses.replace(finding, tokens_left=tokens_left, action=action)
+            text = self._report(record, finding)
+            if stopping:
+                stop = stop or text
+            elif not finding.latent:
+                self._taint(record, finding)
+        if stop is not None:
+            self.journal.flush()
+            raise Violation(stop)
+
+    def _report(self, record: Record, finding: Finding) -> str:
+        """Count, dump the first of its rule, log. Returns the readable block."""
+        step = record.step
+        assert step is not None  # a finding is made from a step
+        if finding.latent:
+            self.coverage.latent += 1
+        else:
+            self.coverage.findings += 1
+        self.metrics.add("violations_total", rule=finding.rule, scope=finding.scope.value)
+        dump = None
+        if self.journal.is_new(finding.rule):
+            dump = self.writer.save([step], [(0, finding)])
+            self.metrics.add("dumps_total", 0 if dump is None else 1)
+        if not finding.latent or self.journal.is_new(finding.rule):
+            self.journal.write(finding, step, dump)
+        return render.block(finding, step, dump)
+
+    def _taint(self, record: Record, finding: Finding) -> None:
+        if record.step is None or record.step.layout.prefix_lens is None:
+            return
+        hit = list(range(len(record.reqs)))
+        if finding.scope is Scope.REQUEST and finding.request is not None:
+            hit = [i for i in (finding.request, *finding.victims) if i < len(record.reqs)]
+        for i in hit:
+            self.taints.add(record.reqs[i], int(record.step.layout.prefix_lens[i]))
+
+    def _look_for_reuse(self, reqs: tuple[Any, ...]) -> None:
+        for req in reqs:
+            source = self.taints.reuse(req)
+            if source is not None:
+                log.error(
+                    "ddtree_guard tainted rid=%s source=%s cached=%d: it reuses KV of a step that "
+                    "had a finding",
+                    render.quote(req.rid),
+                    render.quote(source),
+                    len(req.prefix_indices),
+                )
+
+    def _target(self, backend: Any) -> Any:
+        """The runner of a backend that serves the target model, or None."""
+        runner = self._runners.get(backend)
+        return None if runner is None or runner.is_draft_worker else runner
+
+
+def _key(hook: Hook) -> tuple[str, str]:
+    return hook.site, hook.patches[0].target if hook.patches else ""
+
+
+def kv_length(req: Any) -> int | None:
+    """Committed KV length that SGLang keeps for a request, or None where it keeps none."""
+    value = getattr(req, "kv_committed_len", None)
+    if value is None:  # 0.5.18 on
+        value = getattr(getattr(req, "kv", None), "kv_committed_len", None)
+    return None if value is None else int(value)
+
+
+def _gone(req: Any) -> bool:
+    """Whether SGLang settles nothing for the request any more."""
+    return bool(req.is_retracted or req.finished())
+
+
+def _is_chain(record: Record) -> bool:
+    return record.step is not None and record.step.contract.chain

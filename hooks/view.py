@@ -1,0 +1,31 @@
+"""What a hook hands to an adapter: the live objects of one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One verify launch, just after its metadata was built.
+
+    `batch` is the forward batch as the backend saw it, padded under graphs; `rids` are the live
+    requests, in order. `metadata` is what the launch reads (None: the backend's newest). `path` is
+    "eager" or "graph"; `state` names the runtime state where widths change at run time.
+    """
+
+    backend: Any
+    batch: Any
+    runner: Any
+    rids: tuple[str, ...] = ()
+    step_id: int = 0
+    rank: str = "TP0"
+    path: str = "eager"
+    metadata: Any = None
+    state: str = "default"
+
+    @property
+    def bs(self) -> int:
+        """Live requests; all lanes where the requests are not known."""
+        return len(self.rids) or len(self.batch.req_pool_indices)

@@ -1,0 +1,188 @@
+"""The device checker in the server loop; its kernels run in Triton's interpreter here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddtree_guard import render
+from ddtree_guard.config import Config, Depth, Mode
+from ddtree_guard.hooks import arm
+from ddtree_guard.hooks.links import with_parents
+from ddtree_guard.step import Tree
+from ddtree_guard.testing.cases import VerifyCase, grow_trees
+
+pytestmark = pytest.mark.sglang
+
+# small: an interpreted kernel takes milliseconds per program
+SIZES = {"lens": (9, 4, 12), "head_dim": 16, "heads": 2, "kv_heads": 1}
+ALGORITHMS = {
+    "DDTREE": {"budget": 8},
+    "EAGLE": {"budget": 5, "draft_tokens": 6, "topk": 4},
+    "NGRAM": {"budget": 6, "draft_tokens": 7},
+    "DFLASH": {"budget": 7, "draft_tokens": 8, "kind": "chain"},
+}
+DEVICE_RULES = ("W1", "W2", "W3", "M2", "M4", "T2", "T6", "P1", "K1", "K3", "K4")
+
+
+def _case(algorithm: str, graph: bool) -> VerifyCase:
+    lanes = 4 if graph else None
+    return VerifyCase(algorithm=algorithm, padded_bs=lanes, **SIZES, **ALGORITHMS[algorithm])
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Starts servers whose guard checks on the "device"; captured checks run at each replay."""
+    from ddtree_guard.testing.server import MiniServer
+
+    made = arm.ServerGuard
+
+    def with_device(*args: Any, **kwargs: Any) -> Any:
+        guard = made(*args, **kwargs)
+        guard.checker = arm.device_checker(guard)
+        monkeypatch.setattr(guard.checker, "self_test", lambda: "")  # has its own tests
+        return guard
+
+    monkeypatch.setattr(arm, "ServerGuard", with_device)
+
+    def make(case: VerifyCase, depth: Depth = Depth.FAST) -> Any:
+        server = MiniServer(case, "auto")
+        guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path, depth=depth))
+        assert guard is not None
+        checker: Any = guard.checker
+        if case.padded_bs and any(launch.recorded for launch in checker._launches.values()):
+            key = next(iter(checker._launches))
+            server.replayed = lambda: checker.graphs.in_graph(key)
+        return server, guard
+
+    yield make
+    while arm.GUARDS:
+        assert arm.GUARDS.pop().remove() == ()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, str]]]:
+    caplog.set_level(logging.INFO, "ddtree_guard")
+
+    def read() -> list[dict[str, str]]:
+        found = [render.parse_line(text) for text in caplog.messages]
+        return [line for line in found if line and line["rule"] != "M5"]
+
+    return read
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_sound_steps_are_all_checked_and_clean(
+    start: Callable[..., Any], algorithm: str, graph: bool
+) -> None:
+    server, guard = start(_case(algorithm, graph), Depth.FULL)
+    steps = 6 if algorithm == "EAGLE" else 3  # six are more than the verdict has slots
+    for _ in range(steps):
+        server.step()
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (steps, steps)
+    assert guard.coverage.findings == 0
+    assert not guard.fuses.faults
+
+
+def _plant_next(guard: Any, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    from ddtree_guard.testing.plant import plant
+
+    build = guard.checker.build
+
+    def planted(record: Any, view: Any) -> None:
+        plant(rule, view)
+        monkeypatch.setattr(guard.checker, "build", build)
+        build(record, view)
+
+    monkeypatch.setattr(guard.checker, "build", planted)
+
+
+@pytest.mark.parametrize("rule", DEVICE_RULES)
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_fault_is_found_by_its_bit_and_gets_its_words(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    graph: bool,
+) -> None:
+    server, guard = start(_case("DDTREE", graph))
+    for _ in range(3):
+        server.step()  # past the steps that are read to the host
+    _plant_next(guard, monkeypatch, rule)
+    server.step()
+    found = {line["rule"]: line for line in lines()}
+    assert rule in found
+    assert (found[rule]["step"], found[rule]["tokens_left"]) == ("4", "no")
+    assert "DG1" not in found
+    assert found[rule]["rid"] in ("r2", "-")
+
+
+def test_a_step_whose_buffers_were_reused_keeps_rule_and_request(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, guard = start(_case("DDTREE", True))
+    for _ in range(3):
+        server.step()
+    _plant_next(guard, monkeypatch, "P1")
+    bad = server.step(overlap=True)
+    good = server.step(overlap=True)  # refills the captured buffers
+    server.resolve(*bad)
+    server.resolve(*good)
+    first = lines()[0]
+    assert (first["rule"], first["rid"], first["step"]) == ("P1", "r2", "4")
+    assert {line["step"] for line in lines()} == {"4"}
+
+
+def test_a_graph_that_does_not_run_the_check_is_counted(start: Callable[..., Any]) -> None:
+    server, guard = start(_case("DDTREE", True))
+    if not any(launch.recorded for launch in guard.checker._launches.values()):
+        pytest.skip("0.5.12 has no place inside the graph; the check is launched before it")
+    server.step()
+    server.replayed = lambda: None
+    server.step()
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (2, 1)
+
+
+def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., Any]) -> None:
+    server, guard = start(_case("DDTREE", True))
+    server.step()
+    server.capture()
+    key, launch = next(iter(guard.checker._launches.items()), (None, None))
+    if launch is not None and launch.recorded:
+        server.replayed = lambda: guard.checker.graphs.in_graph(key)
+    for _ in range(3):
+        server.step()
+    assert guard.coverage.findings == 0
+    assert not guard.fuses.faults
+
+
+@pytest.mark.parametrize("w", [2, 17, 33, 130])
+@pytest.mark.parametrize("kind", ["random", "chain", "star"])
+def test_links_on_the_device_are_links_on_the_host(w: int, kind: str) -> None:
+    import torch
+
+    from ddtree_guard.device.tree import ParentsOf
+
+    case = VerifyCase(lens=(5, 6, 7), budget=w - 1, seed=w, kind=kind, block=w + 1)  # type: ignore[arg-type]
+    tree = grow_trees(case)
+    bare = Tree(
+        retrieve_next_token=tree.retrieve_next_token,
+        retrieve_next_sibling=tree.retrieve_next_sibling,
+    )
+    want = with_parents(bare)
+    parents = torch.full((4, w), 9, dtype=torch.int32)
+    depths = torch.full((4, w), 9, dtype=torch.int32)
+    links = (tree.retrieve_next_token, tree.retrieve_next_sibling)
+    ParentsOf(parents, depths)(*(torch.from_numpy(link) for link in links), 3)
+    assert np.array_equal(parents[:3].numpy(), want.parents)
+    assert np.array_equal(depths[:3].numpy(), want.depths)
+    assert (parents[3] == 9).all()

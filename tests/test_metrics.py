@@ -1,0 +1,64 @@
+"""Metrics exist only where SGLang serves them, and carry the rank."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ddtree_guard.metrics import Metrics, metrics_for
+
+
+class Made:
+    """A metric of a client that records what is done to it."""
+
+    def __init__(self, log: list[Any], name: str, labels: list[str]) -> None:
+        self.log, self.name, self.names = log, name, labels
+
+    def labels(self, **labels: str) -> Any:
+        assert sorted(labels) == sorted(self.names)
+        return SimpleNamespace(
+            set=lambda value: self.log.append((self.name, labels, value)),
+            inc=lambda amount: self.log.append((self.name, labels, amount)),
+        )
+
+
+def _client(log: list[Any]) -> Any:
+    def make(name: str, text: str, labels: list[str], **extra: Any) -> Made:
+        assert text
+        return Made(log, name, labels)
+
+    return SimpleNamespace(Gauge=make, Counter=make)
+
+
+def test_names_labels_and_values() -> None:
+    log: list[Any] = []
+    metrics = Metrics("TP3", _client(log))
+    metrics.set("armed", 1)
+    metrics.add("violations_total", rule="W3", scope="batch")
+    metrics.add("dumps_total", 0)
+    assert log == [
+        ("sglang:ddtree_guard_armed", {"rank": "TP3"}, 1),
+        (
+            "sglang:ddtree_guard_violations_total",
+            {"rank": "TP3", "rule": "W3", "scope": "batch"},
+            1,
+        ),
+    ]
+
+
+def test_nothing_is_imported_where_sglang_serves_no_metrics() -> None:
+    before = "prometheus_client" in sys.modules
+    metrics = metrics_for("TP0", served=False)
+    metrics.set("armed", 1)
+    assert not metrics.active
+    assert ("prometheus_client" in sys.modules) is before
+
+
+def test_without_the_client_there_are_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    metrics = metrics_for("TP0", served=True)
+    metrics.add("steps_checked_total")
+    assert not metrics.active
