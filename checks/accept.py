@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import first, first_cell, ints, optional_ints
+from ddtree_guard.checks.common import first, first_cell, hint, ints, optional_ints
 from ddtree_guard.checks.rows import accepted, gather, inside, lowest, node_rows, parent_rows
-from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
+from ddtree_guard.rule import Cost, Finding, NotApplicable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
 
@@ -138,7 +138,7 @@ def _greedy(step: Step) -> Any:
         return greedy != 0
     if step.outcome.greedy_kernel:
         return np.ones(step.bs, np.bool_)
-    raise NotEvaluable("outcome.greedy is not in this step, and a sampled walk may end anywhere")
+    raise NotApplicable("outcome.greedy is not in this step, and a sampled walk may end anywhere")
 
 
 @rule(
@@ -176,7 +176,7 @@ def _wrong_length(step: Step, lens: Any, cut: Any, lengths: Any) -> Finding | No
         headline=f"request {i}: the committed length is not the path's",
         equation=f"L = {count}, expected {ranged} and accepted rows - truncated = "
         f"{nodes}-{behind} = {nodes - behind}",
-        expected=str(nodes - behind),
+        expected=ranged if count == nodes - behind else str(nodes - behind),
         actual=str(count),
         request=i,
         cause="the bonus token was counted twice or not at all"
@@ -241,7 +241,7 @@ def length_drift(step: Step) -> Finding | None:
     deltas = {name: optional_ints(step, f"outcome.{name}") for name in holders}
     present = {name: delta for name, delta in deltas.items() if delta is not None}
     if not present:
-        raise NotEvaluable("no length change (outcome.delta_*) is in this step")
+        raise NotApplicable("no length change (outcome.delta_*) is in this step")
     i = first(np.logical_or.reduce([delta != lens for delta in present.values()]))
     if i is None:
         return None
@@ -259,7 +259,7 @@ def length_drift(step: Step) -> Finding | None:
 
 
 def _drift_cause(step: Step, request: int, length: int, values: set[int]) -> str:
-    cut = optional_ints(step, "outcome.truncated")
+    cut = hint(step, "outcome.truncated")
     if cut is not None and values == {length + int(cut[request])} and cut[request]:
         return "the full accepted path was counted although the output stops earlier"
     if values == {step.w}:

@@ -14,8 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import first, first_cell, ints, mask_columns, sizes_of_batch
-from ddtree_guard.rule import Finding, NotEvaluable
+from ddtree_guard.checks.common import (
+    first,
+    first_cell,
+    ints,
+    mask_columns,
+    numbers,
+    sizes_of_batch,
+)
+from ddtree_guard.rule import Finding, NotApplicable, NotEvaluable
 from ddtree_guard.step import Step
 
 _CLOSURE_CELLS = 1 << 26  # largest ancestor matrix held at once
@@ -140,14 +147,9 @@ def parents_inside_window(step: Step, sizes: Any) -> Any:
 
 
 def _usable_cells(step: Step) -> Any:
-    cells = step.mask.cells
+    cells = numbers(step, "mask.cells")
     if cells is None:
-        raise NotEvaluable("mask.cells is not in this step")
-    misfit = step.misfit("mask.cells")
-    if misfit:
-        raise NotEvaluable(f"mask.cells {misfit} (see W5)")
-    if cells.dtype.kind not in "biu" or cells.dtype.itemsize != 1:
-        raise NotEvaluable(f"mask.cells holds {cells.dtype}, expected bool or uint8")
+        raise NotApplicable("mask.cells is not in this step")
     if step.contract.mask_unit != 1:
-        raise NotEvaluable(f"the mask is packed, {step.contract.mask_unit} cells per element")
+        raise NotApplicable(f"the mask is packed, {step.contract.mask_unit} cells per element")
     return cells

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.rule import NotEvaluable
+from ddtree_guard.rule import NotApplicable, NotEvaluable
 from ddtree_guard.step import Step
 
 MAX_WIDTH = 1 << 13  # kernels stop at 1025; an ancestor matrix of this width is 64 MiB
@@ -37,21 +37,33 @@ def lens_text(w: int, s: int) -> str:
 
 def ints(step: Step, path: str) -> Any:
     """An integer or bool array of the step as int64. Raises NotEvaluable if there is none."""
-    value = step.get(path)
-    if value is None:
-        raise NotEvaluable(f"{path} is not in this step")
-    misfit = step.misfit(path)
-    if misfit:
-        raise NotEvaluable(f"{path} {misfit} (see W5)")
-    if value.dtype.kind not in "biu":
-        raise NotEvaluable(f"{path} holds {value.dtype}, expected whole numbers")
-    return value.astype(np.int64)
+    found = optional_ints(step, path)
+    if found is None:
+        raise NotApplicable(f"{path} is not in this step")
+    return found
 
 
 def optional_ints(step: Step, path: str) -> Any:
-    """An integer array of the step as int64, or None if it is absent or unusable."""
+    """The same, or None if it is absent. Raises NotEvaluable for one that W5 reports: a rule must
+    not pass because a part of what it reads cannot be read.
+    """
+    value = numbers(step, path)
+    return None if value is None else value.astype(np.int64)
+
+
+def numbers(step: Step, path: str) -> Any:
+    """The array at `path`, or None if it is absent. Raises NotEvaluable for one that W5 reports."""
+    value = step.get(path)
+    misfit = None if value is None else step.misfit(path)
+    if misfit:
+        raise NotEvaluable(f"{path} {misfit} (see W5)")
+    return value
+
+
+def hint(step: Step, path: str) -> Any:
+    """An integer array for the words of a finding: None where it is absent or unusable."""
     try:
-        return ints(step, path)
+        return optional_ints(step, path)
     except NotEvaluable:
         return None
 
@@ -77,8 +89,8 @@ def lens_of(step: Step) -> Any:
 def mask_columns(step: Step) -> Any:
     """Prefix columns of each lane's mask rows: s, or fewer where a window's mask was re-laid."""
     columns = lens_of(step)
-    stride = optional_ints(step, "mask.row_stride")
-    if step.mask.window is not None and stride is not None:
+    stride = None if step.mask.window is None else optional_ints(step, "mask.row_stride")
+    if stride is not None:
         kept = stride - step.w
         at = first((kept < 0) | (kept > columns[: step.bs]))
         if at is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddtree_guard.checks.common import SERVER_WIDTH
-from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
+from ddtree_guard.rule import Cost, Finding, NotApplicable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
 
@@ -143,7 +143,7 @@ def unsupported_feature(step: Step) -> Finding | None:
     Seen in: I01, I13, I44, I49.
     """
     if not step.limits.needs:
-        raise NotEvaluable("limits.needs is empty: no needed feature was stated")
+        raise NotApplicable("limits.needs is empty: no needed feature was stated")
     supports = step.limits.supports or ()
     missing = [name for name in step.limits.needs if name not in supports]
     if not missing:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from ddtree_guard.checks import kv_sizes
-from ddtree_guard.checks.common import first, first_cell, ints, optional_ints
+from ddtree_guard.checks.common import first, first_cell, hint, ints, optional_ints
 from ddtree_guard.checks.rows import by_lane, gather, inside, live_lens, lowest
-from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
+from ddtree_guard.rule import Cost, Finding, NotApplicable, NotEvaluable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
 
@@ -32,7 +32,7 @@ def slot_outside_pool(step: Step) -> Finding | None:
 
 def _pool_size(step: Step, name: str) -> int:
     if name not in step.slots.pools:
-        raise NotEvaluable(f"the size of pool {name!r} is not in slots.pools")
+        raise NotApplicable(f"the size of pool {name!r} is not in slots.pools")
     return int(step.slots.pools[name])
 
 
@@ -244,7 +244,7 @@ def _off_table(
     i, r = at
     s = int(lens[i])
     held = str(int(table[i, s + r])) if exists[at] else f"absent (the row has {table.shape[1]})"
-    mirror = optional_ints(step, "layout.prefix_lens_cpu")
+    mirror = hint(step, "layout.prefix_lens_cpu")
     start = s if mirror is None else int(mirror[i])
     moved = start != s and 0 <= start <= table.shape[1] - step.w
     moved = moved and np.array_equal(table[i, start : start + step.w], out[i])

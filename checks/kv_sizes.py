@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ddtree_guard.checks.common import first, first_cell, ints, optional_ints
-from ddtree_guard.checks.rows import inside, live_lens, lowest, present
+from ddtree_guard.checks.rows import inside, live_lens, lowest
 from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
@@ -133,7 +133,7 @@ def page_unit_mismatch(step: Step) -> Finding | None:
             actual=str(kernel),
             cause="page ids were not expanded to the kernel's page size",
         )
-    if table is None or present(step, "layout.prefix_lens") is None:
+    if table is None or step.layout.prefix_lens is None:
         return None
     return _wrong_page(step, page, live_lens(step), table)
 

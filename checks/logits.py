@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import first, first_cell, ints, optional_ints
-from ddtree_guard.checks.rows import accepted, inside, lowest, node_rows, path_row, present
+from ddtree_guard.checks.common import first, first_cell, ints, numbers, optional_ints
+from ddtree_guard.checks.rows import accepted, inside, lowest, node_rows, path_row
 from ddtree_guard.rule import Cost, Finding, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
+
+_CERTAIN = 1.001  # probabilities are softmax sums in 32 or 16 bits
 
 
 @rule(
@@ -25,17 +27,17 @@ def dead_logits_row(step: Step) -> Finding | None:
     Usual cause: the row was never written by attention, or it attended to no key.
     Seen in: I01, I03, I48.
     """
-    finite, live = np.asarray(step.outcome.finite).astype(np.bool_), node_rows(step)
+    finite, live = ints(step, "outcome.finite") != 0, node_rows(step)
     dead = live & ~finite
     flat = np.zeros_like(live)
-    low, high = present(step, "outcome.row_min"), present(step, "outcome.row_max")
+    low, high = numbers(step, "outcome.row_min"), numbers(step, "outcome.row_max")
     if low is not None and high is not None:
-        flat = live & finite & (low == high)
+        flat = live & finite & ~(low < high)  # NaN is smaller than nothing
     at = first_cell(dead | flat)
     if at is None:
         return None
     i, r = at
-    value = "NaN or infinity" if dead[at] else f"only {float(low[at]):g}"
+    value = _row_text(bool(dead[at]), low, high, at)
     zero = bool(flat[at]) and low[at] == 0
     return Finding(
         headline=f"request {i}: the logits of row {r} mean nothing",
@@ -48,6 +50,13 @@ def dead_logits_row(step: Step) -> Finding | None:
         if zero
         else "the row attended to no key, or read keys that were never written",
     )
+
+
+def _row_text(dead: bool, low: Any, high: Any, at: tuple[int, int]) -> str:
+    if dead:
+        return "NaN or infinity"
+    least, most = float(low[at]), float(high[at])
+    return f"only {least:g}" if least == most else f"a range from {least:g} to {most:g}"
 
 
 @rule(
@@ -123,7 +132,7 @@ def wrong_acceptance_rule(step: Step) -> Finding | None:
     """Each request is verified by the rule that its sampling parameters ask for.
 
     Holds when: the greedy verifier runs only if every request is greedy; each accepted draft token
-    has a positive target probability; random coins of a request are not repeated.
+    has a target probability `0 < p <= 1`; random coins of a request are numbers and not repeated.
     Breaks as: valid text from the wrong distribution: quality sinks at temperature above 0 and
     nothing else shows it.
     Usual cause: one kernel chosen for the whole batch, or a coin of exactly 0 accepted a token of
@@ -149,34 +158,47 @@ def _sampled_as_greedy(request: int) -> Finding:
 
 def _impossible_token(step: Step) -> Finding | None:
     """The first accepted draft token that the target gives no probability."""
-    probs = present(step, "outcome.target_probs")
+    probs = numbers(step, "outcome.target_probs")
     if probs is None or optional_ints(step, "outcome.accept_index") is None:
         return None
     index, lengths = accepted(step)
     width = min(index.shape[1] - 1, probs.shape[1])
     columns = np.arange(max(width, 0))
+    p = probs[:, : len(columns)]
     # `not p > 0` rather than `p <= 0`: NaN is no probability either.
-    at = first_cell((columns < lengths[:, None] - 1) & ~(probs[:, : len(columns)] > 0))
+    at = first_cell((columns < lengths[:, None] - 1) & ~((p > 0) & (p <= _CERTAIN)))
     if at is None:
         return None
     i, j = at
-    row = path_row(step, i, j + 1)
+    row, value = path_row(step, i, j + 1), float(probs[at])
     return Finding(
         headline=f"request {i}: a token of no probability was accepted",
-        equation=f"p(target) of accepted token {j} = {float(probs[at]):g}, expected > 0",
-        expected="> 0",
-        actual=f"{float(probs[at]):g}",
+        equation=f"p(target) of accepted token {j} = {value:g}, expected 0 < p <= 1",
+        expected="0 < p <= 1",
+        actual=f"{value:g}",
         request=i,
         row=row,
-        cause="a coin of exactly 0 passes `coin <= p` although p is 0",
+        cause="a coin of exactly 0 passes `coin <= p` although p is 0"
+        if value == 0
+        else "the probability was read from memory that this step did not write",
     )
 
 
 def _repeated_coin(step: Step) -> Finding | None:
     """Coins are float32 in [0, 1), so a pair may collide by chance; a reused coin collides more."""
-    coins = present(step, "outcome.coins")
+    coins = numbers(step, "outcome.coins")
     if coins is None:
         return None
+    i = first(~np.isfinite(coins).all(axis=1))
+    if i is not None:
+        return Finding(
+            headline=f"request {i}: a random coin is not a number",
+            equation=f"coins[{i}] hold NaN or infinity, expected 0 <= coin < 1",
+            expected="0 <= coin < 1",
+            actual="NaN or infinity",
+            request=i,
+            cause="the coins were not drawn for this step",
+        )
     for i, row in enumerate(coins):
         drawn = row[row >= 0]
         values, counts = np.unique(drawn, return_counts=True)
@@ -202,25 +224,25 @@ def _repeated_coin(step: Step) -> Finding | None:
 def token_against_grammar(step: Step) -> Finding | None:
     """Every committed token is allowed by the grammar after its own ancestors.
 
-    Holds when: `allowed[i,j]` is not 0 for each of the L committed tokens, looked up in the bitmask
-    row of the node whose prediction it is (-1: the request has no grammar).
+    Holds when: `allowed[i,j]` is 1 for each of the L committed tokens, looked up in the bitmask
+    row of the node whose prediction it is, or -1 where the request has no grammar.
     Breaks as: output that the schema forbids, or the matcher refuses a token that is committed.
     Usual cause: bitmask rows filled along a chain and applied to the rows of a tree.
     Seen in: I23.
     """
     allowed, lens = ints(step, "outcome.allowed"), ints(step, "outcome.accept_lens")
     due = np.arange(allowed.shape[1]) < lens[:, None]
-    at = first_cell(due & (allowed == 0))
+    at = first_cell(due & (allowed != 1) & (allowed != -1))
     if at is None:
         return None
     i, j = at
-    row = path_row(step, i, j)
+    row, value = path_row(step, i, j), int(allowed[at])
+    node = "?" if row is None else row
     return Finding(
         headline=f"request {i}: committed token {j} breaks the grammar",
-        equation=f"allowed[{i},{j}] = 0 in the bitmask row of node {'?' if row is None else row}, "
-        "expected 1",
+        equation=f"allowed[{i},{j}] = {value} in the bitmask row of node {node}, expected 1",
         expected="1",
-        actual="0",
+        actual=str(value),
         request=i,
         row=row,
         cause="bitmask rows were filled along a chain, not along each node's ancestors",

@@ -26,7 +26,7 @@ from ddtree_guard.checks.mask_delivery import (
     mask_length,
     mask_of_another_request,
 )
-from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
+from ddtree_guard.rule import Cost, Finding, NotApplicable, Rule, Scope, Site, rule
 from ddtree_guard.step import Array, Step
 
 
@@ -269,7 +269,7 @@ def mask_above_diagonal(step: Step) -> Finding | None:
     Seen in: I18, I20.
     """
     if not step.contract.causal_with_mask:
-        raise NotEvaluable("this kernel does not apply causality on top of the mask")
+        raise NotApplicable("this kernel does not apply causality on top of the mask")
 
     def judge(block: Block) -> Finding | None:
         at = first_cell(np.triu(block.tree, 1) != 0) if block.tree.size else None

@@ -10,13 +10,14 @@ from ddtree_guard.checks.cells import tree_parents, tree_sizes
 from ddtree_guard.checks.common import (
     first,
     first_cell,
+    hint,
     ints,
     mask_columns,
     mask_offsets,
     optional_ints,
     sizes_of_batch,
 )
-from ddtree_guard.rule import Cost, Finding, NotEvaluable, Scope, Site, rule
+from ddtree_guard.rule import Cost, Finding, NotApplicable, Scope, Site, rule
 from ddtree_guard.step import Step
 
 
@@ -62,7 +63,7 @@ def mask_buffer_too_small(step: Step) -> Finding | None:
 
 def _outside(step: Step, at: int, offsets: Any, capacity: int) -> Finding:
     i, offset = max(at - 1, 0), int(offsets[at])
-    lens = optional_ints(step, "layout.prefix_lens")
+    lens = hint(step, "layout.prefix_lens")
     stride = step.w + int(lens[i]) if lens is not None else 0
     rows = (capacity - int(offsets[i])) // stride if stride > 0 and offset > capacity else 0
     return Finding(
@@ -151,7 +152,7 @@ def mask_of_another_request(step: Step) -> Finding | None:
     """
     mask, batch = tuple(step.mask.rids or ()), tuple(step.who.rids)
     if not batch:
-        raise NotEvaluable("the request ids of the batch are not in this step")
+        raise NotApplicable("the request ids of the batch are not in this step")
     if mask == batch:
         return None
     pairs = zip(mask, batch, strict=False)

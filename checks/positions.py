@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import first_cell, ints, optional_ints
+from ddtree_guard.checks.common import first_cell, hint, ints, optional_ints
 from ddtree_guard.checks.rows import live_lens, node_rows
-from ddtree_guard.rule import Cost, Finding, NotEvaluable, Rule, Scope, Site, rule
+from ddtree_guard.rule import Cost, Finding, NotApplicable, NotEvaluable, Rule, Scope, Site, rule
 from ddtree_guard.step import Step
 
 _MOVED = "a new tensor was assigned where the captured buffer had to be written in place"
@@ -74,14 +74,14 @@ def _depths(step: Step) -> Any:
     if depths is None and step.contract.chain:
         depths = np.broadcast_to(np.arange(step.w), (step.bs, step.w))
     if depths is None:
-        raise NotEvaluable("tree.depths is not in this step")
+        raise NotApplicable("tree.depths is not in this step")
     return depths
 
 
 def _position_cause(step: Step, got: Any, depths: Any, live: Any, request: int) -> tuple[str, str]:
     """What reproduces every position of the request, and how sure that is."""
     s = int(step.layout.prefix_lens[request])
-    mirror = optional_ints(step, "layout.prefix_lens_cpu")
+    mirror = hint(step, "layout.prefix_lens_cpu")
     rows = np.flatnonzero(live)
     if mirror is not None and np.array_equal(got[rows], mirror[request] + depths[rows]):
         return (
@@ -160,7 +160,7 @@ def position_buffer_moved(step: Step) -> Finding | None:
     """
     born, live = step.graph.born.get("positions"), step.graph.live.get("positions")
     if born is None or live is None:
-        raise NotEvaluable("positions is not among the captured buffers of this step")
+        raise NotApplicable("positions is not among the captured buffers of this step")
     if born.pointer == live.pointer:
         return None
     return Finding(

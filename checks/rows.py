@@ -6,15 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_guard.checks.common import ints, optional_ints
-from ddtree_guard.rule import Finding, NotEvaluable
+from ddtree_guard.checks.common import hint, ints, optional_ints
+from ddtree_guard.rule import Finding, NotApplicable, NotEvaluable
 from ddtree_guard.step import Step
-
-
-def present(step: Step, path: str) -> Any:
-    """The array at `path`, or None where it is absent or misshapen (W5 reports the shape)."""
-    value = step.get(path)
-    return None if value is None or step.misfit(path) else np.asarray(value)
 
 
 def live_lens(step: Step) -> Any:
@@ -38,7 +32,7 @@ def node_rows(step: Step) -> Any:
     if sizes is None and step.contract.chain:
         sizes = np.full(step.bs, step.w)
     if sizes is None:
-        raise NotEvaluable("tree.sizes is not in this step")
+        raise NotApplicable("tree.sizes is not in this step")
     if step.w < 1:
         raise NotEvaluable(f"w = {step.w}, expected at least one row per request")
     return np.arange(step.w) < sizes[:, None]
@@ -50,7 +44,7 @@ def parent_rows(step: Step) -> Any:
     if parents is None and step.contract.chain:
         parents = np.broadcast_to(np.arange(step.w) - 1, (step.bs, step.w))
     if parents is None:
-        raise NotEvaluable("tree.parents is not in this step")
+        raise NotApplicable("tree.parents is not in this step")
     return parents
 
 
@@ -74,7 +68,7 @@ def accepted(step: Step) -> tuple[Any, Any]:
 
 def path_row(step: Step, request: int, at: int) -> int | None:
     """Row of the `at`-th node on the accepted path, if the path is known and in range."""
-    index = optional_ints(step, "outcome.accept_index")
+    index = hint(step, "outcome.accept_index")
     if index is None or not 0 <= at < index.shape[1]:
         return None
     row = int(index[request, at])

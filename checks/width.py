@@ -18,7 +18,7 @@ from ddtree_guard.checks.common import (
     width_from_cells,
 )
 from ddtree_guard.rule import Cost, Finding, Rule, Scope, Site, rule
-from ddtree_guard.step import Step
+from ddtree_guard.step import ARRAY_SHAPES, Step
 
 _FIRST_ELEMENT = "element 0 of a persistent buffer was never written"
 
@@ -239,10 +239,12 @@ def mask_row_stride(step: Step) -> Finding | None:
     "W5", "operand-shape", site=Site.LAUNCH, cost=Cost.HOST, scope=Scope.BATCH,
 )  # fmt: skip
 def operand_shape(step: Step) -> Finding | None:
-    """Every array has its declared shape, and every launch grid covers its operands exactly.
+    """Every array has its declared shape and type, and every launch grid covers its operands.
 
-    Holds when: `1 <= w`, `0 <= bs <= BS`, each array has the shape declared for it, each launch
-    grid equals the extent of its operands, and accept_index has room for the longest path.
+    Holds when: `1 <= w`, `0 <= bs <= BS`, each array has the shape and the kind of elements
+    declared for it, each launch grid equals the extent of its operands, accept_index has room for
+    the longest path, no length of the scheduler is negative, and every mode that the contract and
+    the step name is a known one.
     Breaks as: rows or lanes that no program writes, or programs that write beyond the operand.
     Usual cause: a buffer was allocated for another width, or per-request arrays have bs entries
     where the captured launch has BS lanes.
@@ -254,9 +256,8 @@ def operand_shape(step: Step) -> Finding | None:
         return _shape_finding("bs", str(step.bs), f"0..BS = {step.padded_bs}")
     misfits = step.misfits()
     for path, text in misfits.items():
-        actual, _, wanted = text.removeprefix("has shape ").partition(", expected ")
-        return _shape_finding(f"{path}.shape", actual, wanted, len(misfits) - 1)
-    for name, (extent, needed) in sorted(step.layout.grids.items()):
+        return _misfit_finding(path, text, len(misfits) - 1)
+    for name, (extent, needed) in sorted((step.layout.grids or {}).items()):
         if extent != needed:
             return _shape_finding(f"grid of {name}", str(extent), str(needed))
     accept, depth = step.outcome.accept_index, step.widths.depth_max
@@ -264,7 +265,72 @@ def operand_shape(step: Step) -> Finding | None:
         return _shape_finding(
             "outcome.accept_index.shape[1]", str(accept.shape[1]), f">= depth_max+1 = {depth + 1}"
         )
+    return _impossible_mirror(step) or _unknown_word(step)
+
+
+def _misfit_finding(path: str, text: str, more: int) -> Finding:
+    found, _, wanted = text.partition(", expected ")
+    if found.startswith("has shape "):
+        return _shape_finding(f"{path}.shape", found.removeprefix("has shape "), wanted, more)
+    actual = found.removeprefix("holds ")
+    what = "max()" if actual.isdigit() else "dtype"
+    return Finding(
+        headline=f"{path} does not hold what is declared",
+        equation=f"{path}.{what} = {actual}, expected {wanted}"
+        + (f" (and {more} more arrays)" if more else ""),
+        expected=wanted,
+        actual=actual,
+        cause="it was converted on its way here, or filled from another array",
+        confidence="possible",
+    )
+
+
+def _impossible_mirror(step: Step) -> Finding | None:
+    """The scheduler's mirror may run ahead of the device, but no length is below 0."""
+    mirror = optional_ints(step, "layout.prefix_lens_cpu")
+    i = None if mirror is None else first(mirror < 0)
+    if i is None:
+        return None
+    return Finding(
+        headline=f"the scheduler's length of request {i} is negative",
+        equation=f"prefix_lens_cpu[{i}] = {int(mirror[i])}, expected at least 0",
+        expected=">= 0",
+        actual=str(int(mirror[i])),
+        request=i,
+        cause="a length was subtracted twice, overflowed, or never written",
+        confidence="possible",
+    )
+
+
+_WORDS: dict[str, tuple[object, ...]] = {
+    "contract.mask_length": ("exact", "capacity"),
+    "contract.mask_unit": (1, 8),
+    "contract.pad_rows": ("self", "masked", "none"),
+    "outcome.walk": (None, "tree", "chain"),
+    "who.path": ("eager", "graph"),
+}
+
+
+def _unknown_word(step: Step) -> Finding | None:
+    """A finding for a mode of no meaning: a rule that only looks for the others would be looser."""
+    for path, known in _WORDS.items():
+        if step.get(path) not in known:
+            wanted = f"one of {', '.join(str(word) for word in known if word is not None)}"
+            return _word_finding(path, str(step.get(path)), wanted)
+    for path in sorted(set(step.contract.pad_lanes or ()) - set(ARRAY_SHAPES)):
+        return _word_finding("contract.pad_lanes", path, "paths of a step's arrays")
     return None
+
+
+def _word_finding(path: str, actual: str, wanted: str) -> Finding:
+    return Finding(
+        headline=f"{path} has no known meaning",
+        equation=f"{path} = {actual}, expected {wanted}",
+        expected=wanted,
+        actual=actual,
+        cause="it is misspelt, or of another version of the guard",
+        confidence="very likely",
+    )
 
 
 def _shape_finding(name: str, actual: str, wanted: str, more: int = 0) -> Finding:

@@ -7,9 +7,12 @@ unreadable.
 from __future__ import annotations
 
 import argparse
+import codecs
+import errno
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -19,6 +22,10 @@ from ddtree_guard.errors import GuardError, UsageError
 
 PROGRAM = "ddtree-guard"
 INTERNAL = 70  # a fault of this program, as in sysexits.h
+_ASCII = "ddtree-guard-ascii"
+_PICTURES = dict(zip("━┃░█·├└│─…", "=|%#.|`|-~", strict=True))
+_OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
+_IGNORED = re.compile(r"-(?!h$)[A-Za-z][A-Za-z0-9]*([@,][-@,A-Za-z0-9]*)?")
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -57,14 +64,51 @@ def build_parser() -> argparse.ArgumentParser:
 
     check = _command(commands, "check", "commands.check", "re-check the steps of a dump")
     check.add_argument("dump", metavar="DUMP", help="the dump folder")
-    check.add_argument("--rules", default="", metavar="LIST", help="for example W,T4,-P1")
+    check.add_argument(
+        "--rules", default="", metavar="LIST", help="for example W,T4,-P1 or -P1@2026-12-31"
+    )
     check.add_argument("--all", action="store_true", help="list every rule that was not checked")
 
     show = _command(commands, "show", "commands.show", "draw a step: trees, masks, stride ruler")
     show.add_argument("dump", metavar="DUMP", help="the dump folder")
     show.add_argument("--step", type=int, metavar="N", help="index into the dump, from 0")
     show.add_argument("--request", type=int, metavar="N", help="request index within the batch")
+
+    _more_on_dumps(commands)
     return parser
+
+
+def _more_on_dumps(commands: argparse._SubParsersAction[_Parser]) -> None:
+    report = _command(commands, "report", "commands.report", "one HTML page about a dump")
+    report.add_argument("dump", metavar="DUMP", help="the dump folder")
+    report.add_argument("-o", "--out", metavar="FILE", default="report.html", help="%(default)s")
+
+    diff = _command(commands, "diff", "commands.diff", "where two dumps differ first, by meaning")
+    diff.add_argument("a", metavar="A", help="a dump folder")
+    diff.add_argument("b", metavar="B", help="another one")
+
+    ranks = _command(commands, "ranks", "commands.ranks", "the first rank that departs from others")
+    ranks.add_argument("dir", metavar="DIR", help="a folder with dumps of all ranks")
+
+    request = _command(commands, "request", "commands.request", "how the steps of a request went")
+    request.add_argument("rid", metavar="RID", help="the request id")
+    request.add_argument(
+        "dir", metavar="DIR", nargs="?", help="the dump folder's root (default: as configured)"
+    )
+
+    recompute = _command(
+        commands, "recompute", "commands.recompute", "recorded rows against dense attention"
+    )
+    recompute.add_argument("dump", metavar="DUMP", help="a dump captured with qkv")
+    recompute.add_argument("--tolerance", type=float, default=0.02, metavar="X", help="%(default)s")
+    recompute.add_argument("--kernel", action="store_true", help="run SGLang's kernel as well")
+
+    bundle = _command(commands, "bundle", "commands.bundle", "a dump made safe for a public issue")
+    bundle.add_argument("dump", metavar="DUMP", help="the dump folder")
+    bundle.add_argument("-o", "--out", metavar="FILE", help="default: the dump's name with .zip")
+
+    dump = _command(commands, "dump", "commands.ask", "ask a running scheduler for a dump")
+    dump.add_argument("--pid", type=int, required=True, help="its process id")
 
 
 def _command(
@@ -79,10 +123,13 @@ def _command(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Nothing escapes as a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    codecs.register_error(_ASCII, _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without Unicode gets "?"
+            stream.reconfigure(errors=_ASCII)
     try:
+        if sys.stdout is None:
+            raise UsageError("there is no standard output to write to; redirect it to a file.")
         code = _run(argv)
         sys.stdout.flush()
         return code
@@ -94,18 +141,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 13
     except KeyboardInterrupt:
         return 128 + 2
+    except OSError as error:
+        if error.filename is None and error.errno in _OUTPUT_FAULTS:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sentence = f"the output cannot be written ({error.strerror}); redirect it elsewhere."
+            return _fail(sentence, UsageError.exit_code, ())
+        return _fault(error, argv)
     except Exception as error:
-        if sys.flags.dev_mode:
-            raise
-        sentence = (
-            f"this is a fault of {PROGRAM} itself: {type(error).__name__}: {error}; run it again "
-            f"as `python -X dev -m ddtree_guard ...` and report what that prints."
-        )
-        return _fail(sentence, INTERNAL, argv)
+        return _fault(error, argv)
+
+
+def _fault(error: Exception, argv: Sequence[str]) -> int:
+    if sys.flags.dev_mode:
+        raise error
+    sentence = (
+        f"this is a fault of {PROGRAM} itself: {type(error).__name__}: {error}; run it again "
+        f"as `python -X dev -m ddtree_guard ...` and report what that prints."
+    )
+    return _fail(sentence, INTERNAL, argv)
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Characters for an output that cannot encode the ones of the pictures, one for one."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return "".join(_PICTURES.get(c, "?") for c in text), error.end
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """The arguments with `--rules -P1` as one: argparse would take `-P1` for an option."""
+    found: list[str] = []
+    for word in argv:
+        ignoring = found and found[-1] == "--rules" and _IGNORED.fullmatch(word)
+        if ignoring:
+            found[-1] = f"--rules={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _run(argv: Sequence[str]) -> int:
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_args(_joined(argv))
+    for name in ("dump", "a", "b", "dir"):
+        if getattr(args, name, None) == "":
+            raise UsageError(f"{name.upper()} is empty; give the path of a folder.")
     run: Command = importlib.import_module(f"ddtree_guard.{args.module}").run
     return run(args)
 

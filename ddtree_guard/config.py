@@ -15,6 +15,7 @@ from ddtree_guard.errors import UsageError
 
 PREFIX = "SGLANG_DDTREE_GUARD"
 TREE_PREFIX = "SGLANG_DDTREE"
+_DIGITS = 12
 
 
 class Mode(str, Enum):
@@ -184,8 +185,9 @@ def _choice(env: Mapping[str, str], suffix: str, kind: type[E_], default: E_) ->
         return kind(value)
     except ValueError:
         right = ", ".join(str(member.value) for member in kind)
+        shown = f"{_name(suffix)}={_clipped(value)}"
         raise UsageError(
-            f"{_name(suffix)}={value} is not a {kind.__name__.lower()}. Use one of: {right}."
+            f"{shown} is not a {kind.__name__.lower()}. Use one of: {right}."
         ) from None
 
 
@@ -193,7 +195,8 @@ def _switch(env: Mapping[str, str], suffix: str, default: bool, prefix: str = PR
     value = env.get(_name(suffix, prefix), "").strip().lower()
     if value in ("", "on", "1", "true", "off", "0", "false"):
         return value in ("on", "1", "true") if value else default
-    raise UsageError(f"{_name(suffix, prefix)}={value} is not a switch. Use one of: on, off.")
+    shown = f"{_name(suffix, prefix)}={_clipped(value)}"
+    raise UsageError(f"{shown} is not a switch. Use one of: on, off.")
 
 
 def _number(
@@ -203,9 +206,15 @@ def _number(
     value = env.get(name, "").strip()
     if not value:
         return default
-    if not (value.isascii() and value.isdigit() and int(value) >= least):
-        raise UsageError(f"{name}={value} is not a whole number of at least {least}.")
+    short = len(value) <= _DIGITS  # Python refuses to read thousands of them
+    if not (short and value.isascii() and value.isdigit() and int(value) >= least):
+        wanted = f"at least {least}" if short else f"at most {_DIGITS} digits"
+        raise UsageError(f"{name}={_clipped(value)} is not a whole number of {wanted}.")
     return int(value)
+
+
+def _clipped(value: str) -> str:
+    return value if len(value) <= 60 else f"{value[:57]}..."
 
 
 def _unknown(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -216,6 +225,12 @@ def _unknown(env: Mapping[str, str]) -> tuple[str, ...]:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             warnings.append(f"{name} is not a variable of the guard; did you mean {near[0]}?")
     return tuple(warnings)
+
+
+def unset() -> None:
+    """Take every variable of the guard out of this process's environment."""
+    for name in [n for n in os.environ if n == PREFIX or n.startswith(f"{PREFIX}_")]:
+        del os.environ[name]
 
 
 def export(**values: str) -> None:

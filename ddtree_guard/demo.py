@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ddtree_guard.config import Config, export
+from ddtree_guard.config import Config, export, unset
 from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
@@ -124,9 +124,12 @@ class Recheck:
 def run(args: argparse.Namespace) -> int:
     """Run the demo. 0 when everything came out as the incident says, else 1.
 
-    Raises IncompatibleError where SGLang or its plugin entry point is missing.
+    Raises UsageError for a wrong setting or a folder that cannot be written, before anything runs,
+    and IncompatibleError where SGLang or its plugin entry point is missing.
     """
     stage = _Stage(sys.stderr if args.json else sys.stdout)
+    _require_settings()
+    _require_folder(args.out)
     release = require_sglang()
     stage.title(release)
     stage.during(f"importing SGLang {release} and loading its plugins", load_sglang)
@@ -150,12 +153,42 @@ def run(args: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
+def _require_settings() -> None:
+    """Raise UsageError for settings that no server could start with; SGLang would swallow them."""
+    from ddtree_guard.guard import Guard
+
+    config = Config.from_env()
+    Guard(config)  # knows which rules exist
+    for warning in config.warnings:
+        print(f"ddtree-guard: {warning}", file=sys.stderr)
+
+
+def _require_folder(out: str | None) -> None:
+    """Raise UsageError if the dump could not be written at the end."""
+    if out is None:
+        return
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise _unwritable(out, error) from None
+
+
+def _unwritable(folder: Path | str, error: OSError) -> UsageError:
+    return UsageError(
+        f"the dump cannot be written to {str(folder)!r} ({error.strerror}); give a folder that can "
+        "be written with --out."
+    )
+
+
 def require_sglang() -> str:
     """The installed SGLang release. Raises IncompatibleError with what to install."""
     missing = [name for name in HEAVY if importlib.util.find_spec(name) is None]
     if missing:
         raise IncompatibleError(
-            f"the demo runs SGLang's own code, but {', '.join(missing)} is not installed; run "
+            f"the demo runs SGLang's own code, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed; run "
             "`make demo` in a checkout, or `pip install 'ddtree-guard[sglang]'`."
         )
     release = importlib.metadata.version("sglang")
@@ -179,6 +212,7 @@ def load_sglang() -> None:
 
     Raises IncompatibleError when SGLang did not call the plugin: it swallows plugin errors.
     """
+    unset()  # the experiments set what they need, whatever the caller's server is given
     export(  # before the first import of triton
         TRITON_INTERPRET="1",
         SGLANG_PLUGINS="ddtree_guard",
@@ -232,10 +266,7 @@ def write_dump(results: list[Result], out: str | None) -> Path:
         writer = DumpWriter("demo", Config(dump_dir=folder))
         return writer.write([result.step for result in faulty], findings)
     except OSError as error:
-        raise UsageError(
-            f"the dump cannot be written to {str(folder)!r} ({error.strerror}); give a folder "
-            "that can be written with --out."
-        ) from None
+        raise _unwritable(folder, error) from None
 
 
 def recheck(dump: Path) -> Recheck:

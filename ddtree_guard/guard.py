@@ -10,19 +10,25 @@ from typing import Any
 
 import numpy as np
 
+from ddtree_guard import form
 from ddtree_guard.checks import ALL
 from ddtree_guard.config import Config
 from ddtree_guard.errors import UsageError
-from ddtree_guard.rule import Finding, NotEvaluable, Rule, Site
+from ddtree_guard.rule import Finding, NotApplicable, NotEvaluable, Rule, Site
 from ddtree_guard.step import ARRAY_SHAPES, Step
 
 
 @dataclass(frozen=True, slots=True)
 class NotChecked:
-    """A rule that could not be evaluated on a step, and why."""
+    """A rule that could not be evaluated on a step, and why.
+
+    `by_data` False: the step lacks what the rule reads, or the contract exempts the rule. True: the
+    data is there and cannot be judged, which is always worth telling.
+    """
 
     rule: str
     why: str
+    by_data: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +75,14 @@ class Guard:
         self.rules = tuple(r for r in rules if self.config.rules.wants(r.id, day))
 
     def check(self, step: Step, sites: Iterable[Site] = tuple(Site)) -> Report:
-        """Evaluate every selected rule of these sites. Never raises for bad data.
+        """Evaluate every selected rule of these sites. Never raises for bad data in arrays.
 
         Arrays may be NumPy arrays, tensors or lists; they are taken to the host first. A rule whose
         needs are missing or misshapen, whose contract exempts it, or that fails on the data it met
         is "not checked"; W5 reports the misshapen arrays themselves. Raises UsageError for what is
-        not a Step.
+        not a Step, and for a Step whose parts and numbers are not of their declared types.
         """
-        if not isinstance(step, Step):
-            raise UsageError(
-                f"Guard.check expects a ddtree_guard.Step, found {type(step).__name__}; "
-                "examples/check_a_step.py fills one by hand."
-            )
+        _require_step(step)
         wanted = set(sites)
         step = on_host(step)
         misfits = step.misfits()
@@ -90,21 +92,35 @@ class Guard:
         for rule in self.rules:
             if rule.site not in wanted:
                 continue
-            why = _obstacle(rule, step, misfits)
-            if why is None:
+            entry = _obstacle(rule, step, misfits)
+            if entry is None:
                 try:
                     finding = rule.check(step)
                 except NotEvaluable as reason:
-                    why = str(reason)
+                    by_data = not isinstance(reason, NotApplicable)
+                    entry = NotChecked(rule.id, str(reason), by_data)
                 except Exception as error:
                     why = f"the rule failed on this data: {type(error).__name__}: {error}"
+                    entry = NotChecked(rule.id, why)
                 else:
                     checked.append(rule.id)
                     if finding is not None:
                         findings.append(finding)
-            if why is not None:
-                skipped.append(NotChecked(rule.id, why))
+            if entry is not None:
+                skipped.append(entry)
         return Report(tuple(findings), tuple(checked), tuple(skipped))
+
+
+def _require_step(step: Step) -> None:
+    """Raise UsageError for what no Step can be."""
+    hint = "examples/check_a_step.py fills one by hand"
+    if not isinstance(step, Step):
+        raise UsageError(
+            f"Guard.check expects a ddtree_guard.Step, found {type(step).__name__}; {hint}."
+        )
+    fault = form.fault(step)
+    if fault is not None:
+        raise UsageError(f"Guard.check expects the step's {fault}; {hint}.")
 
 
 def on_host(step: Step) -> Step:
@@ -125,14 +141,14 @@ def _array(value: Any) -> Any:
         return np.array([value], dtype=object)
 
 
-def _obstacle(rule: Rule, step: Step, misfits: dict[str, str]) -> str | None:
+def _obstacle(rule: Rule, step: Step, misfits: dict[str, str]) -> NotChecked | None:
     """Why the rule cannot be evaluated on this step, or None."""
     if rule.id in step.contract.not_checked:
-        return step.contract.not_checked[rule.id]
+        return NotChecked(rule.id, str(step.contract.not_checked[rule.id]), by_data=False)
     for path in rule.needs:
         value = step.get(path)
         if value is None or (isinstance(value, dict) and not value):
-            return f"{path} is not in this step"
+            return NotChecked(rule.id, f"{path} is not in this step", by_data=False)
         if path in misfits:
-            return f"{path} {misfits[path]} (see W5)"
+            return NotChecked(rule.id, f"{path} {misfits[path]} (see W5)")
     return None

@@ -25,6 +25,10 @@ LOG_KEYS = (
 _BARE = re.compile(r"[A-Za-z0-9_./:@%+*()\[\],<>-]+")
 _PAIR = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^\s"]+)')
 _UNKNOWN = "-"
+LEGEND = (
+    "symbols: w rows per request, s prefix length, b draft block, B tree budget, bs requests, BS "
+    "lanes,\n         C context, V vocabulary, N slots of the KV pool, P page size"
+)
 
 
 def quote(value: object) -> str:
@@ -72,17 +76,33 @@ def parse_line(text: str) -> dict[str, str]:
     return fields if "rule" in fields else {}
 
 
-def block(finding: Finding, step: Step, dump: object | None = None) -> str:
-    """Six lines for a person: what, the equation, the symbols, who, why, and what to do next."""
+def block(
+    finding: Finding, step: Step, dump: object | None = None, same_cause: str | None = None
+) -> str:
+    """Six lines for a person: what, the equation, the symbols, who, why, and what to do next.
+
+    `same_cause` is the rule beside whose finding this cause is already written out.
+    """
+    cause = f"same as {same_cause}" if same_cause else finding.cause or "not known"
     lines = (
         f"{finding.rule} {finding.name}: {finding.headline}",
         f"  {finding.equation}",
         f"  {_symbols(finding.bindings)}",
         f"  {_who(finding, step)}",
-        f"  usual cause ({finding.confidence}): {finding.cause or 'not known'}",
+        f"  usual cause ({finding.confidence}): {cause}",
         f"  {_done(finding, dump)}",
     )
     return "\n".join(map(plain, lines))
+
+
+def blocks(found: Iterable[tuple[Step, Finding]]) -> list[str]:
+    """The blocks of several findings; a cause is written out where it first occurs."""
+    first: dict[str, str] = {}
+    lines = []
+    for step, finding in found:
+        rule = first.setdefault(finding.cause, finding.rule)
+        lines.append(block(finding, step, same_cause=None if rule == finding.rule else rule))
+    return lines
 
 
 def headline(finding: Finding) -> str:
@@ -93,29 +113,42 @@ def headline(finding: Finding) -> str:
 def summary(*reports: Report, selected_out: int = 0) -> str:
     """What was checked, what was found, what was not checked. Never a bare OK.
 
-    A rule counts as checked when it was evaluated on at least one step; `selected_out` rules were
-    left out on request.
+    A rule counts as checked when it was evaluated on every step; `selected_out` rules were left out
+    on request.
     """
-    checked = {rule for report in reports for rule in report.checked}
-    skipped = {n.rule for report in reports for n in report.not_checked} - checked
+    checked, partly = coverage(*reports)
+    skipped = {n.rule for report in reports for n in report.not_checked} - checked - partly
     broken = _ordered(rule for report in reports for rule in report.rules)
     findings = sum(len(report.findings) for report in reports)
     if broken:
         verdict = f"{_count(findings, 'finding')} ({', '.join(broken)})"
     else:
-        verdict = "clean" if checked else "so nothing is known"
+        verdict = "clean" if checked or partly else "so nothing is known"
+    some = f"{_count(len(partly), 'rule')} on some steps only; " if partly else ""
     rest = _count(len(skipped) + selected_out, "rule")
     return (
         f"checked {_count(len(reports), 'step')}, {_count(len(checked), 'rule')}, {verdict}; "
-        f"{rest} not checked"
+        f"{some}{rest} not checked"
     )
 
 
-def not_checked(*reports: Report) -> list[str]:
-    """One line per rule and reason that kept it from being evaluated, with the steps it hit."""
+def coverage(*reports: Report) -> tuple[set[str], set[str]]:
+    """The rules that were evaluated on every step, and those that were on some steps only."""
+    each = [set(report.checked) for report in reports]
+    checked = set.intersection(*each) if each else set()
+    return checked, set().union(*each) - checked
+
+
+def not_checked(*reports: Report, by_data: bool | None = None) -> list[str]:
+    """One line per rule and reason that kept it from being evaluated, with the steps it hit.
+
+    `by_data` True or False: only reasons that lie, or do not lie, in the data of the step.
+    """
     hits: dict[tuple[str, str], int] = {}
     for report in reports:
         for entry in report.not_checked:
+            if by_data not in (None, entry.by_data):
+                continue
             key = (entry.rule, entry.why)
             hits[key] = hits.get(key, 0) + 1
     return [
@@ -145,18 +178,26 @@ def _who(finding: Finding, step: Step) -> str:
         "request": finding.request,
         "row": finding.row,
         "rid": finding.rid,
-        "victims": ",".join(map(str, finding.victims)) or None,
+        "victims": ",".join(f"request {i}" for i in finding.victims) or None,
         "backend": f"{who.backend}/{who.backend_kind}",
         "graph": who.path,
     }
     reads = "latent (this kernel does not read it)" if finding.latent else "read by this kernel"
-    words = [f"{key}={quote(value)}" for key, value in parts.items() if value is not None]
+    words = [
+        f"{key}={value if key == 'victims' else quote(value)}"
+        for key, value in parts.items()
+        if value is not None
+    ]
     return "  ".join([" ".join(words), reads])
 
 
 def _done(finding: Finding, dump: object | None) -> str:
-    left = {True: "tokens left", False: "tokens did not leave", None: "tokens: not known"}
-    parts = [finding.action or "reported", left[finding.tokens_left]]
+    left = {
+        True: "its tokens left",
+        False: "its tokens did not leave",
+        None: "whether its tokens left is not known",
+    }
+    parts = [finding.action or "reported only", left[finding.tokens_left]]
     if dump is not None:
         parts.append(f"dump {dump}")
     return "; ".join([*parts, f"next: {finding.next_step}"])

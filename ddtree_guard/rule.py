@@ -84,6 +84,12 @@ class NotEvaluable(Exception):
     """
 
 
+class NotApplicable(NotEvaluable):
+    """Raised where the step lacks what the rule reads, or the contract leaves it nothing to judge:
+    no fault of the data.
+    """
+
+
 Check = Callable[[Step], "Finding | None"]
 
 

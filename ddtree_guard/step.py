@@ -20,9 +20,16 @@ Array: TypeAlias = Any
 Int: TypeAlias = Any  # int, or None when unknown
 
 
-def _array(*shape: str) -> Any:
-    """Declare an array field. Rule W5 compares `shape` with the live sizes; "*" is any size."""
-    return field(default=None, metadata={"shape": shape})
+WHOLE, BYTES, REAL = "whole numbers", "one byte per cell (bool or uint8)", "numbers"
+_LARGEST = (1 << 63) - 1
+_DTYPE_KINDS = {WHOLE: "biu", BYTES: "biu", REAL: "biuf"}  # as NumPy names them
+
+
+def _array(*shape: str, kind: str = WHOLE) -> Any:
+    """Declare an array field. Rule W5 compares `shape` with the live sizes ("*" is any size), and
+    the type of its elements with `kind`.
+    """
+    return field(default=None, metadata={"shape": shape, "kind": kind})
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +114,18 @@ class Mask:
     columns. `present` False means the kernel got no mask. `rids` are the request ids that the
     builder used. `row_stride` is the builder's row length per request.
     `window` (tokens) and `window_start` (first kept column) describe a sliding window.
+    `tree_bits` are the tree columns alone, at the offsets that the kernel uses, eight to a byte,
+    lowest bit first: what the ring keeps of a mask.
     """
 
-    cells: Array = _array("*")
+    cells: Array = _array("*", kind=BYTES)
     present: bool | None = None
     capacity: Int = None
     row_stride: Array = _array("bs")
     rids: tuple[str, ...] | None = None
     window: Int = None
     window_start: Array = _array("bs")
+    tree_bits: Array = _array("bs", "w", "*", kind=BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +250,33 @@ class Outcome:
     walk: str | None = None  # "tree" or "chain"
     greedy_kernel: bool | None = None
     greedy: Array = _array("bs")
-    target_probs: Array = _array("bs", "*")  # target probability of each accepted draft token
-    coins: Array = _array("bs", "*")
+    target_probs: Array = _array(
+        "bs", "*", kind=REAL
+    )  # target probability of each accepted draft token
+    coins: Array = _array("bs", "*", kind=REAL)
     allowed: Array = _array("bs", "*")  # grammar allowed the committed token in its node's row
     finite: Array = _array("bs", "w")
-    row_min: Array = _array("bs", "w")  # smallest and largest logit of each row
-    row_max: Array = _array("bs", "w")
+    row_min: Array = _array("bs", "w", kind=REAL)  # smallest and largest logit of each row
+    row_max: Array = _array("bs", "w", kind=REAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The operands and rows of the verify attention of one layer (capture `qkv` only).
+
+    `q` and `output` are (bs*w, heads, dim), `k` and `v` (bs*w, kv_heads, dim); `k_prefix` and
+    `v_prefix` (sum of s, kv_heads, dim) hold the committed tokens, requests end to end. bfloat16
+    is kept as float32, which holds it exactly.
+    """
+
+    q: Array = _array("*", "*", "*", kind=REAL)
+    k: Array = _array("*", "*", "*", kind=REAL)
+    v: Array = _array("*", "*", "*", kind=REAL)
+    k_prefix: Array = _array("*", "*", "*", kind=REAL)
+    v_prefix: Array = _array("*", "*", "*", kind=REAL)
+    output: Array = _array("*", "*", "*", kind=REAL)
+    scale: float | None = None
+    layer: Int = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +341,7 @@ class Who:
 
     def rid(self, request: int | None) -> str | None:
         """The request id of a request index, where known."""
-        known = request is not None and 0 <= request < len(self.rids)
+        known = request is not None and 0 <= request < len(self.rids or ())
         return self.rids[request] if known and request is not None else None
 
 
@@ -328,6 +359,7 @@ class Step:
     slots: Slots = field(default_factory=Slots)
     graph: Graph = field(default_factory=Graph)
     outcome: Outcome = field(default_factory=Outcome)
+    attention: Attention = field(default_factory=Attention)
     limits: Limits = field(default_factory=Limits)
     device: Device = field(default_factory=Device)
     peers: Peers = field(default_factory=Peers)
@@ -368,7 +400,7 @@ class Step:
                 yield path, value, declared
 
     def misfit(self, path: str) -> str | None:
-        """How the array at a dotted path departs from its declared shape, or None if it fits."""
+        """How the array at a dotted path departs from what is declared, or None if it fits."""
         declared, value = ARRAY_SHAPES[path], self.get(path)
         if value is None:
             return None
@@ -378,13 +410,27 @@ class Step:
         fits = len(actual) == len(wanted) and all(
             want in (None, size) for want, size in zip(wanted, actual, strict=True)
         )
-        text = " x ".join(declared)
-        return None if fits else f"has shape {_shape(actual)}, expected {text} = {_shape(wanted)}"
+        if not fits:
+            text = " x ".join(declared)
+            return f"has shape {_shape(actual)}, expected {text} = {_shape(wanted)}"
+        kind = ARRAY_KINDS[path]
+        if not _is_of(kind, value.dtype):
+            return f"holds {value.dtype}, expected {kind}"
+        if str(value.dtype) == "uint64" and (value > _LARGEST).any():  # would read as -1
+            return f"holds {int(value.max())}, expected at most {_LARGEST}"
+        return None
 
     def misfits(self) -> dict[str, str]:
-        """Arrays whose shape is not the declared one: dotted path to a phrase with both shapes."""
+        """Arrays of another shape or type than declared: dotted path to a phrase with both."""
         found = {path: self.misfit(path) for path in ARRAY_SHAPES}
         return {path: text for path, text in found.items() if text is not None}
+
+
+def _is_of(kind: str, dtype: Any) -> bool:
+    """Whether elements are of the declared kind. A tensor's dtype is judged on the host."""
+    found = getattr(dtype, "kind", None)
+    byte = kind != BYTES or found is None or dtype.itemsize == 1
+    return byte and (found is None or found in _DTYPE_KINDS[kind])
 
 
 def _shape(wanted: tuple[int | None, ...]) -> str:
@@ -393,13 +439,15 @@ def _shape(wanted: tuple[int | None, ...]) -> str:
 
 PARTS: Mapping[str, type] = {
     "widths": Widths, "layout": Layout, "mask": Mask, "tree": Tree, "positions": Positions,
-    "slots": Slots, "graph": Graph, "outcome": Outcome, "limits": Limits, "device": Device,
-    "peers": Peers, "who": Who, "contract": Contract,
+    "slots": Slots, "graph": Graph, "outcome": Outcome, "attention": Attention, "limits": Limits,
+    "device": Device, "peers": Peers, "who": Who, "contract": Contract,
 }  # fmt: skip
 
-ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {
-    f"{part}.{f.name}": f.metadata["shape"]
+_ARRAYS = {
+    f"{part}.{f.name}": f.metadata
     for part, kind in PARTS.items()
     for f in dataclasses.fields(kind)
     if "shape" in f.metadata
 }
+ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {path: m["shape"] for path, m in _ARRAYS.items()}
+ARRAY_KINDS: Mapping[str, str] = {path: m["kind"] for path, m in _ARRAYS.items()}

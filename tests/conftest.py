@@ -6,7 +6,14 @@ import importlib.util
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# A loaded machine draws slowly; that is no fault of a test.
+hypothesis.settings.register_profile(
+    "loaded", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("loaded")
 
 if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # no GPU: Triton kernels run on the CPU

@@ -1,6 +1,7 @@
 """The command line: every command, exit codes, and one sentence for every bad input."""
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,12 +13,13 @@ import pytest
 
 from ddtree_guard import cli
 from ddtree_guard.checks import ALL
+from ddtree_guard.commands.rules import table
 from ddtree_guard.config import Config
 from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.guard import Guard
 from ddtree_guard.render import line
 from ddtree_guard.rule import Finding
-from ddtree_guard.step import Step, Widths
+from ddtree_guard.step import PARTS, Static, Step, Widths
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.steps import sound_step
 
@@ -71,6 +73,9 @@ BAD = {
     "a foreign folder": (["check", str(Path(__file__).parent)], 4, "holds no manifest.json"),
     "explain no such dump": (["explain", "./nowhere/"], 4, "is not a dump folder"),
     "show no such dump": (["show", "/nowhere"], 4, "is not a dump folder"),
+    "an empty path": (["check", ""], 2, "DUMP is empty; give the path of a folder"),
+    "two dumps to explain": (["explain", "/", "nosuch"], 2, "one dump, found 'nosuch' behind '/'"),
+    "an incident of no rule": (["explain", "I99"], 2, "docs/incidents.md lists all"),
     "pages into a file": (["rules", "--markdown", __file__], 2, "cannot be written"),
 }
 
@@ -147,6 +152,39 @@ def test_check_says_why_a_rule_was_not_checked(run: Run, tmp_path: Path) -> None
     assert "W1 not checked on 1 of 2 steps: no queries here" in out
 
 
+def test_check_says_without_being_asked_what_it_could_not_judge(run: Run, tmp_path: Path) -> None:
+    odd = SOUND.replace(layout__mask_indptr=SOUND.layout.mask_indptr.astype(float))
+    code, out, _ = run("check", dumped(tmp_path, SOUND, odd), "--rules=W1,W3")
+    assert code == 0
+    assert "W3 not checked on 1 of 2 steps: layout.mask_indptr holds float64, expected whole" in out
+    assert out.splitlines()[-1].startswith("checked 2 steps, 1 rule, clean; 1 rule on some steps")
+    assert run("check", dumped(tmp_path, SOUND, odd))[0] == 1  # W5 sees it
+
+
+def test_a_step_without_any_checked_rule_has_its_own_line(run: Run, tmp_path: Path) -> None:
+    exempt = SOUND.replace(contract__not_checked={rule.id: "trust me" for rule in ALL})
+    path = dumped(tmp_path, SOUND, exempt)
+    _, out, _ = run("check", path)
+    assert "NOT CHECKED: no rule could be evaluated on 1 of 2 steps (index 1)" in out
+    assert "clean; " in out
+    assert out.rstrip().endswith("(--all says why)")
+    assert json.loads(run("check", path, "--json")[1])["steps_without_rules"] == [1]
+    assert run("check", dumped(tmp_path, exempt))[0] == 4
+
+
+def test_a_cause_is_written_once(run: Run, tmp_path: Path) -> None:
+    step = SOUND.replace(
+        layout__qo_indptr=SOUND.layout.qo_indptr // 17 * 8,
+        widths__holders={"backend": 8},
+        layout__max_extend_len=8,
+    )
+    out = run("check", dumped(tmp_path, step))[1]
+    assert out.count("instead of from the batch") == 1
+    assert out.count("same as CFG1") >= 2
+    assert out.count("symbols: w rows per request") == 1
+    assert run("show", dumped(tmp_path, step))[1].count("instead of from the batch") == 1
+
+
 def test_check_of_a_step_with_missing_parts_is_never_clean(run: Run, tmp_path: Path) -> None:
     code, out, err = run("check", dumped(tmp_path, Step(2, 2, Widths(17))), "--rules=W1,W3")
     assert code == 4
@@ -191,6 +229,40 @@ def test_explain_prints_the_page(run: Run) -> None:
             assert words in out
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "also W3 mask-offset-gap: request 1 reads",
+        "2026-11-29T10:00:03 TP0 W3 mask-offset-gap: request 1",
+        "found `mask-offset-gap` in the log",
+        "  W3, W4",
+    ],
+)
+def test_explain_finds_the_rule_anywhere_in_a_line(run: Run, text: str) -> None:
+    for argv in ([text], text.split()):
+        code, out, _ = run("explain", *argv)
+        assert code == 0
+        assert out.startswith("W3 mask-offset-gap\n")
+
+
+def test_explain_a_family_lists_its_rules(run: Run) -> None:
+    code, out, _ = run("explain", "w")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[1:-1]] == [f"W{n}" for n in range(1, 9)]
+    assert len(json.loads(run("explain", "W", "--json")[1])["rules"]) == 8
+
+
+def test_explain_an_incident_points_to_its_page_and_rules(run: Run) -> None:
+    code, out, _ = run("explain", "I08")
+    assert code == 0
+    assert "docs/incidents.md" in out
+    assert "W6    captured-stride-stale" in out
+
+
+def test_explain_spells_the_symbols_once(run: Run) -> None:
+    assert run("explain", "W3")[1].count("symbols: w rows per request") == 1
+
+
 def test_explain_a_log_line_states_its_values(run: Run) -> None:
     finding = Guard().check(BROKEN).findings[-1]
     text = "[2026-11-29 10:00 TP0] " + line(finding, BROKEN, dump="/var/dg/x")
@@ -218,9 +290,71 @@ def test_rules_lists_every_rule(run: Run) -> None:
     _, out, _ = run("rules")
     for rule in ALL:
         assert f"{rule.id:5} {rule.name}" in out
+        assert rule.cost.value in next(row for row in out.splitlines() if f" {rule.name} " in row)
     facts = json.loads(run("rules", "--json")[1])
     assert [fact["id"] for fact in facts] == [rule.id for rule in ALL]
     assert all(fact["page"]["Holds when"] for fact in facts)
+
+
+@pytest.mark.parametrize("width", [60, 80, 110])
+def test_rules_are_folded_and_not_cut(width: int) -> None:
+    lines = table(ALL, width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(" ".join(lines).split())
+    assert all(rule.statement.split()[-1] in text for rule in ALL)
+    assert "…" not in text
+
+
+def test_a_rule_is_left_out_with_or_without_an_equals_sign(run: Run, broken: str) -> None:
+    assert run("check", broken, "--rules=-W")[0] == run("check", broken, "--rules", "-W")[0]
+    with_day = run("check", broken, "--rules", "-W3@2099-01-01,-M")[1]
+    assert "W3" not in with_day
+    assert run("check", broken, "--rules", "--all")[0] == 2
+
+
+def test_show_says_that_tokens_are_hashes(run: Run, tmp_path: Path, sound: str) -> None:
+    assert (
+        "tokens and request ids are hashes" in run("show", dumped(tmp_path, SOUND, redact=True))[1]
+    )
+    assert "hashes" not in run("show", sound)[1]
+
+
+HOSTILE = "\x1b]0;x\x07\x1b[31m\nforged\x9b2J"
+
+
+def hostile(step: Step) -> Step:
+    """The step with an escape sequence in every text that it holds, wherever it may stand."""
+    changes: dict[str, object] = {}
+    for part, kind in PARTS.items():
+        for field in dataclasses.fields(kind):
+            value, name = getattr(getattr(step, part), field.name), f"{part}__{field.name}"
+            if isinstance(value, str):
+                changes[name] = value + HOSTILE
+            elif isinstance(value, tuple) and value and isinstance(value[0], str):
+                changes[name] = tuple(text + HOSTILE for text in value)
+            elif isinstance(value, dict) and not isinstance(next(iter(value.values()), 0), Static):
+                changes[name] = {key + HOSTILE: inner for key, inner in value.items()}
+    assert len(changes) > 15
+    exempt = {"W1": HOSTILE}
+    return step.replace(**changes).replace(contract__not_checked=exempt, outcome__walk=HOSTILE)
+
+
+def test_no_command_passes_an_escape_sequence_on(run: Run, tmp_path: Path) -> None:
+    a, b = (dumped(tmp_path / name, hostile(step)) for name, step in (("a", SOUND), ("b", BROKEN)))
+    finding = dataclasses.replace(Guard().check(BROKEN).findings[0], rid=HOSTILE, expected=HOSTILE)
+    pasted = line(finding, BROKEN, dump=HOSTILE)
+    commands = (
+        ["check", "--all", b], ["show", b], ["explain", b], ["explain", pasted],
+        ["explain", HOSTILE], ["diff", a, b], ["ranks", str(tmp_path)], ["check", HOSTILE],
+        ["request", HOSTILE, str(tmp_path)], ["recompute", b], ["check", b, f"--rules={HOSTILE}"],
+        ["report", b, "-o", str(tmp_path / "x.html")], ["bundle", b, "-o", str(tmp_path / "x.zip")],
+    )  # fmt: skip
+    for argv in commands:
+        _, out, err = run(*argv)
+        shown = out + err
+        assert shown
+        assert all(c.isprintable() or c == "\n" for c in shown), argv
+        assert not any(row.startswith("forged") for row in shown.splitlines()), argv
 
 
 def test_show_draws_the_offender_by_default(run: Run, broken: str) -> None:
@@ -277,9 +411,34 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def child(*argv: str, **how: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ddtree_guard", *argv]
+    env = {"PYTHONPATH": ":".join(sys.path)}
+    return subprocess.run(command, text=True, env=env, check=False, stderr=subprocess.PIPE, **how)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = child("rules", stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ddtree-guard: the output cannot be written (No space left")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_output_is_one_sentence() -> None:
+    done = child("rules", preexec_fn=lambda: os.close(1))
+    assert done.returncode == 2
+    assert done.stderr.startswith("ddtree-guard: there is no standard output")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_terminal_without_unicode_gets_the_pictures_too(broken: str) -> None:
     command = [sys.executable, "-m", "ddtree_guard", "show", broken]
     env = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path), "NO_COLOR": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "mask of request 2" in done.stdout
+    ruler = next(row for row in done.stdout.splitlines() if row.startswith("expected"))
+    assert set(ruler[10:]) == {"=", "|"}
+    assert "???" not in done.stdout.replace("?? no mask", "")

@@ -88,6 +88,7 @@ WRONG = [
     ("_DUMP_MAX_MB", "1.5", "is not a whole number of at least 1."),
     ("_DUMP_KEEP", "-1", "is not a whole number of at least 1."),
     ("_RING_STEPS", "many", "is not a whole number of at least 1."),
+    ("_DUMP_KEEP", "9" * 5000, "999... is not a whole number of at most 12 digits."),
     ("_SHADOW_EVERY", "\u00b2", "is not a whole number of at least 0."),
     ("_RULES", "W3@2026-12-31", "'W3@2026-12-31' is not understood. Write a rule id or family"),
     ("_RULES", "W 3", "'W 3' is not understood."),
@@ -102,6 +103,7 @@ def test_wrong_value_names_the_right_ones(suffix: str, text: str, message: str) 
     with pytest.raises(UsageError) as caught:
         Config.from_env({PREFIX + suffix: text})
     assert message in str(caught.value)
+    assert len(str(caught.value)) < 300
     assert caught.value.exit_code == 2
 
 

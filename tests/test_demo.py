@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddtree_guard import cli, demo
+from ddtree_guard import cli, config, demo
+from ddtree_guard.config import PREFIX
 from ddtree_guard.guard import Guard
 from ddtree_guard.report import story
 from ddtree_guard.step import Step
@@ -199,7 +201,7 @@ def release(number: str) -> Callable[[str], str]:
 
 ENVIRONMENTS = {
     "no SGLang at all": (missing("sglang"), release("-"), "sglang is not installed; run"),
-    "no torch": (missing("torch", "triton"), release("-"), "torch, triton is not installed"),
+    "no torch": (missing("torch", "triton"), release("-"), "torch, triton are not installed"),
     "a later release": (missing(), release("0.5.20"), "up to 0.5.16, but 0.5.20 is installed"),
     "a later fork": (missing(), release("0.5.17+corp.42"), "but 0.5.17+corp.42 is installed"),
     "not installed": (missing(), release("0.5.16+corp.42"), "ddtree-guard is not installed"),
@@ -219,6 +221,47 @@ def test_an_environment_that_does_not_fit_is_exit_3_and_a_sentence(
     assert out == ""
     assert words in err
     assert err.count("\n") == 1
+
+
+SETTINGS = {
+    "": ("bogus", "SGLANG_DDTREE_GUARD=bogus is not a mode"),
+    "_CAPTURE": ("qkv", "SGLANG_DDTREE_GUARD_CAPTURE=qkv is refused"),
+    "_DUMP_KEEP": ("x", "SGLANG_DDTREE_GUARD_DUMP_KEEP=x is not a whole number"),
+    "_RULES": ("FOO", "no rule is called 'FOO'"),
+}
+
+
+@pytest.mark.parametrize("suffix", SETTINGS)
+def test_a_wrong_setting_is_told_before_anything_runs(
+    suffix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value, words = SETTINGS[suffix]
+    monkeypatch.setenv(PREFIX + suffix, value)
+    assert cli.main(["demo"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert "pip install" not in err
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo", "--out", str(tmp_path / "file")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "give a folder that can be written with --out" in err
+
+
+def test_the_settings_of_a_server_do_not_reach_the_experiments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(PREFIX, "raise")
+    monkeypatch.setenv(f"{PREFIX}_DUMP_KEEP", "3")
+    monkeypatch.setenv(f"{PREFIX}IAN", "another program's")
+    config.unset()
+    assert [name for name in os.environ if name.startswith(PREFIX)] == [f"{PREFIX}IAN"]
 
 
 def test_an_unwritable_folder_is_a_usage_error(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from ddtree_guard.config import Config, RuleSelection
 from ddtree_guard.errors import UsageError
 from ddtree_guard.guard import Guard, NotChecked, Report, find_rule
 from ddtree_guard.rule import Cost, Finding, NotEvaluable, Scope, Site, rule
-from ddtree_guard.step import ARRAY_SHAPES, Step
+from ddtree_guard.step import ARRAY_KINDS, ARRAY_SHAPES, BYTES, REAL, WHOLE, Step
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.steps import sound_step
 
+UNREAD = ("mask.tree_bits", "layout.prefix_lens_cpu")  # for words and for the ring only
 NEVER_RAISE = ("CFG", "W", "M")  # families whose rules must judge or decline, and not fail
 
 
@@ -122,11 +123,11 @@ def test_a_missing_array_is_named(path: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(ARRAY_SHAPES))
 def test_a_misshapen_array_is_a_finding_of_w5(path: str) -> None:
-    step = sound_step(padded_bs=4).replace(**{path.replace(".", "__"): np.zeros((1, 2, 3), int)})
+    step = sound_step(padded_bs=4).replace(**{path.replace(".", "__"): np.zeros((1, 2, 3, 4), int)})
     report = Guard().check(step)
     w5 = next(f for f in report.findings if f.rule == "W5")
     assert path in w5.equation
-    assert "(1, 2, 3)" in w5.actual
+    assert w5.actual == "(1, 2, 3, 4)"
 
 
 def test_rules_that_need_a_misshapen_array_point_to_w5() -> None:
@@ -288,8 +289,10 @@ def test_an_empty_batch_is_sound() -> None:
     none = np.zeros(0, np.int64)
     step = sound_step(lens=(5,), w=4, block=4)
     empty = {
-        path.replace(".", "__"): np.zeros([{"BS+1": 1, "w": 4}.get(n, 0) for n in shape], np.int64)
-        for path, _, shape in step.arrays()
+        path.replace(".", "__"): np.zeros(
+            [{"BS+1": 1, "w": 4}.get(n, 0) for n in shape], value.dtype
+        )
+        for path, value, shape in step.arrays()
     }
     step = step.replace(
         bs=0, padded_bs=0, **empty, layout__rows=dict.fromkeys(step.layout.rows, 0),
@@ -301,10 +304,50 @@ def test_an_empty_batch_is_sound() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.float32, np.uint16])
-def test_mask_cells_of_another_type_are_not_judged(kind: Any) -> None:
+def test_mask_cells_of_another_type_are_w5s_and_not_judged(kind: Any) -> None:
     step = sound_step()
     report = judged(step.replace(mask__cells=step.mask.cells.astype(kind)))
-    assert reasons(report)["M2"].endswith("expected bool or uint8")
+    assert report.rules == ("W5",)
+    assert reasons(report)["M2"].endswith("(bool or uint8) (see W5)")
+
+
+RETYPED = {**dict.fromkeys((WHOLE, BYTES), (np.float64, np.complex128, object)), REAL: (object,)}
+
+
+@pytest.mark.parametrize("path", sorted(path for path, _, _ in sound_step(3, padded_bs=4).arrays()))
+def test_an_array_of_another_type_is_w5s_and_no_rule_passes_by_leaving_it_out(path: str) -> None:
+    sound = sound_step(3, padded_bs=4)
+    before = Guard().check(sound)
+    for kind in RETYPED[ARRAY_KINDS[path]]:
+        retyped = (sound.get(path) + 1).astype(kind)
+        report = judged(sound.replace(**{path.replace(".", "__"): retyped}))
+        w5 = next(f for f in report.findings if f.rule == "W5")
+        assert w5.equation.startswith(f"{path}.dtype = {np.dtype(kind)}, expected ")
+        read = [rule for rule in before.checked if rule not in report.checked]
+        assert read or path in UNREAD
+        assert all("(see W5)" in reasons(report)[rule] for rule in read)
+
+
+def test_a_type_that_does_not_fit_costs_no_words_of_another_finding() -> None:
+    step = FAULTS["A4"](sound_step(), 2).step
+    report = Guard().check(step.replace(outcome__truncated=np.zeros(3)))
+    assert {"A4", "W5"} <= set(report.rules)
+
+
+def test_a_number_that_would_wrap_to_a_padding_value_is_w5s() -> None:
+    step = sound_step()
+    allowed = step.outcome.allowed.astype(np.uint64)  # -1, no grammar, becomes 2**64 - 1
+    report = Guard().check(step.replace(outcome__allowed=allowed))
+    assert [(f.rule, f.actual) for f in report.findings] == [("W5", str(2**64 - 1))]
+    assert reasons(report)["L4"].endswith("(see W5)")
+
+
+def test_a_negative_length_of_the_scheduler_is_w5s() -> None:
+    step = sound_step()
+    mirror = step.layout.prefix_lens_cpu.copy()
+    mirror[2] = -1
+    report = Guard().check(step.replace(layout__prefix_lens_cpu=mirror))
+    assert [(f.rule, f.request, f.actual) for f in report.findings] == [("W5", 2, "-1")]
 
 
 def test_boolean_mask_cells_are_judged_like_bytes() -> None:
@@ -333,6 +376,70 @@ def test_values_that_are_no_array_are_never_clean(value: object) -> None:
     assert "W3" not in report.checked or "W3" in report.rules
 
 
+WRONG_FORMS: dict[str, Any] = {
+    **dict.fromkeys(("widths", "layout", "contract", "who", "bs", "widths__w"), None),
+    "contract__not_checked": None,
+    "padded_bs": "2",
+    "widths__budget": "x",
+    "mask__capacity": 2.5,
+    "who__rank": 3,
+    "layout__grids": 5,
+}
+
+
+@pytest.mark.parametrize("path", WRONG_FORMS)
+def test_a_part_of_another_type_is_one_sentence(path: str) -> None:
+    step = sound_step(lens=(4, 5), padded_bs=4).replace(**{path: WRONG_FORMS[path]})
+    with pytest.raises(
+        UsageError, match=rf"the step's {path.replace('__', '.')} to be a?.*, found"
+    ):
+        Guard().check(step)
+
+
+@pytest.mark.parametrize("value", ["17", 17.0, None])
+def test_a_width_that_is_no_whole_number_is_never_clean(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"widths\.w to be a whole number, found"):
+        Guard().check(sound_step().replace(widths__w=value))
+
+
+def test_numbers_of_numpy_are_whole_numbers() -> None:
+    step = sound_step(4)
+    same = step.replace(bs=np.int64(step.bs), widths__w=np.int32(step.w))
+    assert Guard().check(same).findings == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("contract__mask_length", "capactiy"),
+        ("contract__pad_rows", "slef"),
+        ("contract__mask_unit", 0),
+        ("contract__pad_lanes", {"layout.prefix_len": 1}),
+        ("outcome__walk", "chian"),
+        ("who__path", "grpah"),
+    ],
+)
+def test_a_mode_of_no_meaning_is_w5s(path: str, value: Any) -> None:
+    report = Guard().check(sound_step(lens=(4, 5)).replace(**{path: value}))
+    w5 = next(f for f in report.findings if f.rule == "W5")
+    assert path.replace("__", ".") in w5.equation
+
+
+def test_an_absent_part_is_told_from_data_that_cannot_be_judged() -> None:
+    step = sound_step().replace(mask__cells=None, layout__mask_indptr=np.zeros(9))
+    step = step.replace(contract__not_checked={"W1": "no queries"})
+    by_data = {entry.rule: entry.by_data for entry in Guard().check(step).not_checked}
+    assert (by_data["M2"], by_data["W1"], by_data["M6"]) == (False, False, False)
+    assert by_data["W3"]
+
+
 def test_what_is_not_a_step_is_refused_in_a_sentence() -> None:
     with pytest.raises(UsageError, match=r"expects a ddtree_guard\.Step, found dict"):
         Guard().check({})  # type: ignore[arg-type]
+
+
+def test_a_rule_never_sees_a_needed_array_of_another_shape() -> None:
+    step = sound_step()
+    report = Guard().check(step.replace(mask__cells=step.mask.cells[:, None]))
+    assert reasons(report)["M9"].endswith("(see W5)")  # M9 only counts the cells
+    assert report.rules == ("W5",)

@@ -18,7 +18,7 @@ HEAVY = {"torch", "triton", "sglang"}
 # Design section 2, lowest first. A module may import its own layer and the layers below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "step", "rule"),
+    ("config", "step", "rule", "form"),
     # synthetic steps and faults are what the self-test runs in a server
     ("checks", "attention.reference", "device", "testing.steps", "testing.faults"),
     ("render", "recorder", "dump", "guard", "metrics"),
@@ -140,12 +140,25 @@ def test_numpy_is_whole_after_it_was_put_off() -> None:
     assert "numpy" in loaded(code)
 
 
-@pytest.mark.parametrize("command", ["check", "show", "explain"])
+@pytest.mark.parametrize("command", ["check", "show", "explain", "report", "bundle", "recompute"])
 def test_commands_on_a_dump_are_light(tmp_path: Path, command: str) -> None:
     path = DumpWriter("run", Config(dump_dir=tmp_path)).write([sound_step()])
-    found = loaded(f"from ddtree_guard.cli import main\nmain(['{command}', {str(path)!r}])")
+    out = f", '-o', {str(tmp_path / 'out')!r}" if command in ("report", "bundle") else ""
+    found = loaded(f"from ddtree_guard.cli import main\nmain(['{command}', {str(path)!r}{out}])")
     assert not found & HEAVY
     assert ("rich" in found) == (command == "show")
+
+
+@pytest.mark.parametrize("argv", [["diff", "A", "A"], ["ranks", "D"], ["request", "r0", "D"]])
+def test_commands_on_folders_are_light(tmp_path: Path, argv: list[str]) -> None:
+    path = DumpWriter("run", Config(dump_dir=tmp_path)).write([sound_step()])
+    argv = [{"A": str(path), "D": str(tmp_path)}.get(word, word) for word in argv]
+    found = loaded(f"from ddtree_guard.cli import main\nmain({argv!r})")
+    assert not found & (HEAVY | {"rich"})
+
+
+def test_the_recorder_needs_no_torch() -> None:
+    assert not loaded("import ddtree_guard.recorder") & (HEAVY | {"rich"})
 
 
 def test_the_proof_would_notice_a_heavy_import() -> None:

@@ -50,6 +50,7 @@ def test_the_wheel_holds_every_module_and_no_bare_folder(wheel: zipfile.ZipFile)
 def test_the_wheel_holds_data_licence_and_entry_points(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     assert {"ddtree_guard/py.typed", "ddtree_guard/dump/manifest.schema.json"} <= names
+    assert "ddtree_guard/report/template.html" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     points = configparser.ConfigParser()
     (path,) = [name for name in names if name.endswith("entry_points.txt")]

@@ -54,10 +54,10 @@ def test_block_is_frozen() -> None:
         "W3 mask-offset-gap: request 1 reads mask cells that are not its own",
         "  mask_indptr[2] - mask_indptr[1] = 1024, expected w*(s+w) = 17*(48+17) = 1105",
         "  w=17 s=48 bs=4 BS=4",
-        "  site=build step=912 rank=TP0 request=1 row=0 rid=7f3a victims=2 backend=triton/stock "
-        "graph=eager  read by this kernel",
+        "  site=build step=912 rank=TP0 request=1 row=0 rid=7f3a victims=request 2 "
+        "backend=triton/stock graph=eager  read by this kernel",
         "  usual cause (likely): the builder used the budget B where the kernel uses B+1",
-        "  stopped before the launch; tokens did not leave; dump /var/dg/d1; "
+        "  stopped before the launch; its tokens did not leave; dump /var/dg/d1; "
         "next: ddtree-guard explain W3",
     ]
 
@@ -103,8 +103,23 @@ def test_summary_of_clean_steps_counts_what_was_not_checked() -> None:
 def test_summary_names_broken_rules_once() -> None:
     broken = Report((FINDING,), ("W3",), ())
     assert render.summary(broken, broken, CLEAN, selected_out=2) == (
-        "checked 3 steps, 2 rules, 2 findings (W3); 3 rules not checked"
+        "checked 3 steps, 1 rule, 2 findings (W3); 1 rule on some steps only; 3 rules not checked"
     )
+
+
+def test_a_step_that_was_not_checked_does_not_hide_behind_one_that_was() -> None:
+    part = Report((), ("W1",), (NotChecked("W3", "holds float64 (see W5)"), CLEAN.not_checked[0]))
+    assert render.summary(CLEAN, part) == (
+        "checked 2 steps, 1 rule, clean; 1 rule on some steps only; 1 rule not checked"
+    )
+
+
+def test_reasons_in_the_data_are_told_from_the_others() -> None:
+    data = NotChecked("W3", "holds float64 (see W5)")
+    absent = NotChecked("M1", "mask.cells is not in this step", by_data=False)
+    report = Report((), (), (data, absent))
+    assert render.not_checked(report, by_data=True) == [f"W3 not checked: {data.why}"]
+    assert render.not_checked(report, by_data=False) == [f"M1 not checked: {absent.why}"]
 
 
 def test_summary_never_calls_nothing_clean() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,6 @@ def recheck(path: str, selection: str = "") -> Recheck:
     return result
 
 
-_FAILED = "the rule failed on this data"  # as Guard words it: always worth a line
 _KNOWN = {rule.id for rule in ALL}
 
 
@@ -85,21 +85,35 @@ def run(args: argparse.Namespace) -> int:
 def text(result: Recheck, list_all: bool = False) -> list[str]:
     """Blocks of the first finding of each rule, then what was not confirmed, then the summary."""
     lines: list[str] = []
-    counts: dict[str, int] = {}
-    for step, finding in result.found:
-        counts[finding.rule] = counts.get(finding.rule, 0) + 1
-        if counts[finding.rule] == 1:
-            lines += [render.block(finding, step), ""]
+    counts = Counter(finding.rule for _, finding in result.found)
+    firsts = {finding.rule: (step, finding) for step, finding in reversed(result.found)}
+    for block in render.blocks(firsts[rule] for rule in counts):
+        lines += [block, ""]
+    lines += [render.LEGEND, ""] if result.found else []
     more = [f"{rule} in {n - 1} more" for rule, n in counts.items() if n > 1]
     if more:
         lines.append(f"only the first finding of each rule is shown: {', '.join(more)}")
     lines += [_lost(result, rule) for rule in result.lost]
-    skipped = render.not_checked(*result.reports)
-    lines += skipped if list_all else [text for text in skipped if _FAILED in text]
+    lines += _unchecked_steps(result)
+    lines += render.not_checked(*result.reports, by_data=True)
+    quiet = render.not_checked(*result.reports, by_data=False)
+    lines += quiet if list_all else []
     if result.dump.redacted and result.dump.cannot_recheck:
         names = render.plain(", ".join(sorted(result.dump.cannot_recheck)))
         lines.append(f"redacted dump, ids are hashes: {names} cannot be re-checked")
-    return [*lines, result.summary]
+    return [*lines, result.summary + (" (--all says why)" if quiet and not list_all else "")]
+
+
+def _unchecked_steps(result: Recheck) -> list[str]:
+    """A line for the steps on which no rule could be evaluated."""
+    silent = [at for at, report in enumerate(result.reports) if not report.checked]
+    if not silent:
+        return []
+    named = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
+    return [
+        f"NOT CHECKED: no rule could be evaluated on {len(silent)} of {len(result.reports)} steps "
+        f"(index {named}); nothing is known of them"
+    ]
 
 
 def _lost(result: Recheck, rule: str) -> str:
@@ -110,12 +124,14 @@ def _lost(result: Recheck, rule: str) -> str:
 
 def as_json(result: Recheck) -> dict[str, Any]:
     """The re-check as JSON values."""
-    checked = {rule for report in result.reports for rule in report.checked}
+    checked, partly = render.coverage(*result.reports)
     return {
         "dump": str(result.dump.path),
         "redacted": result.dump.redacted,
         "steps": len(result.reports),
         "rules_checked": [rule.id for rule in ALL if rule.id in checked],
+        "rules_on_some_steps": [rule.id for rule in ALL if rule.id in partly],
+        "steps_without_rules": [at for at, r in enumerate(result.reports) if not r.checked],
         "findings": [render.as_json(finding, step) for step, finding in result.found],
         "not_confirmed": result.lost,
         "not_checked": render.not_checked(*result.reports),

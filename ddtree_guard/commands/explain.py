@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import textwrap
 from typing import Any
 
-from ddtree_guard.commands.catalogue import facts, find, reads, sections
-from ddtree_guard.render import parse_line
+from ddtree_guard.commands.catalogue import catalogue, facts, find, reads, sections
+from ddtree_guard.errors import UsageError
+from ddtree_guard.render import LEGEND, parse_line, plain
 from ddtree_guard.rule import Rule
 
 _WIDTH = 96
+_INCIDENT = re.compile(r"[IH]\d{1,2}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,9 +26,43 @@ def run(args: argparse.Namespace) -> int:
     if line:
         rule = find(line["rule"])
         return _print(args.json, [rule], {"line": line}, _line_text(line))
-    if len(args.what) == 1 and (os.path.exists(text) or os.sep in text):
-        return _explain_dump(args.json, text)
-    return _print(args.json, [find(_name_in(text))], {}, "")
+    first, *rest = args.what
+    if os.path.exists(first) or (os.sep in first and not rest):
+        if rest:
+            raise UsageError(f"explain takes one dump, found {rest[0]!r} behind {first!r}.")
+        return _explain_dump(args.json, first)
+    words = [word.strip("`'\"()[]{}.,:;") for word in text.split()] or [text]
+    if len(words) == 1:
+        family = [rule for rule in catalogue() if rule.family == words[0].upper()]
+        if family:
+            return _list(args.json, family, f"family {words[0].upper()}")
+        if _INCIDENT.fullmatch(words[0].upper()):
+            return _explain_incident(args.json, words[0].upper())
+    return _print(args.json, [_rule_in(words)], {}, "")
+
+
+def _rule_in(words: list[str]) -> Rule:
+    """The rule that a pasted line such as `12:01 also W3 mask-offset-gap: ...` names first."""
+    known = {name: rule for rule in catalogue() for name in (rule.id, rule.name)}
+    named = [known[word] for word in words if word in known]
+    return named[0] if named else find(words[0])
+
+
+def _explain_incident(as_json: bool, incident: str) -> int:
+    """The rules that would have caught an incident."""
+    rules = [r for r in catalogue() if incident in re.findall(r"\w+", sections(r)["Seen in"])]
+    if not rules:
+        raise UsageError(f"no rule names the incident {incident}; docs/incidents.md lists all.")
+    return _list(as_json, rules, f"incident {incident}, described in docs/incidents.md: seen by")
+
+
+def _list(as_json: bool, rules: list[Rule], title: str) -> int:
+    if as_json:
+        print(json.dumps({"rules": [facts(rule) for rule in rules]}, indent=1))
+    else:
+        lines = [f"{rule.id:5} {rule.name}: {rule.statement}" for rule in rules]
+        print("\n".join([title, *lines, "`ddtree-guard explain ID` prints a rule's page"]))
+    return 0
 
 
 def page(rule: Rule) -> str:
@@ -41,11 +79,6 @@ def page(rule: Rule) -> str:
     return "\n".join(lines)
 
 
-def _name_in(text: str) -> str:
-    """The rule that a pasted headline such as `W3 mask-offset-gap: request 1 ...` starts with."""
-    return text.split()[0].rstrip(":,") if text.split() else text
-
-
 def _line_text(line: dict[str, str]) -> str:
     dump = line.get("dump", "-")
     left = {"yes": "had left", "no": "had not left"}.get(line.get("tokens_left", ""), "")
@@ -54,7 +87,13 @@ def _line_text(line: dict[str, str]) -> str:
         f"{line.get('expected', '?')}, found {line.get('actual', '?')}"
     )
     sentence += f"; the step's tokens {left}." if left else "."
-    return sentence + ("" if dump == "-" else f"\nNext: ddtree-guard check {dump}")
+    nextly = "" if dump == "-" else f"\nNext: ddtree-guard check {_path(dump)}"
+    return plain(sentence) + nextly
+
+
+def _path(path: object) -> str:
+    """A path as one word of a shell, with nothing that a terminal would obey."""
+    return plain(shlex.quote(str(path)))
 
 
 def _explain_dump(as_json: bool, path: str) -> int:
@@ -65,10 +104,16 @@ def _explain_dump(as_json: bool, path: str) -> int:
     found = dump.findings()
     firsts = {finding.rule: (at, finding) for at, finding in reversed(found)}
     rules = [find(name) for name in reversed(firsts)]
-    blocks = [render.block(f, dump.step(at)) for at, f in reversed(list(firsts.values()))]
-    extra = {"dump": str(dump.path), "findings": [[at, f.rule] for at, f in found]}
+    blocks = render.blocks((dump.step(at), f) for at, f in reversed(list(firsts.values())))
+    extra = {
+        "dump": str(dump.path),
+        "trigger": dump.trigger,
+        "findings": [[at, f.rule] for at, f in found],
+    }
     if not rules and not as_json:
-        print(f"No finding was recorded in this dump.\nNext: ddtree-guard check {dump.path}")
+        why = render.plain(f"{dump.trigger['kind']}: {dump.trigger['why'] or 'no reason given'}")
+        print(f"No finding was recorded in this dump. It was written by trigger {why}.")
+        print(f"Next: ddtree-guard check {_path(dump.path)}")
         return 0
     return _print(as_json, rules, extra, "\n\n".join(blocks))
 
@@ -77,5 +122,5 @@ def _print(as_json: bool, rules: list[Rule], extra: dict[str, Any], text: str) -
     if as_json:
         print(json.dumps({**extra, "rules": [facts(rule) for rule in rules]}, indent=1))
     else:
-        print("\n\n".join(filter(None, [text, *map(page, rules)])))
+        print("\n\n".join(filter(None, [text, *map(page, rules), LEGEND])))
     return 0

@@ -6,11 +6,14 @@ import argparse
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from ddtree_guard.commands.catalogue import catalogue, facts
 from ddtree_guard.errors import UsageError
 from ddtree_guard.rule import Rule
+
+_NARROW = 30  # columns below which a folded statement reads badly beside its rule
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,14 +38,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(rules: Sequence[Rule], width: int | None = None) -> list[str]:
-    """One line per rule, cut to `width` where given."""
+    """One line per rule; where `width` is too narrow for that, what must hold comes below."""
     name = max((len(rule.name) for rule in rules), default=4)
-    rows = [("id", "defect", "scope", "site", "what must hold")]
-    rows += [(r.id, r.name, r.scope.value, r.site.value, r.statement) for r in rules]
-    lines = [f"{a:5} {b:{name}} {c:8} {d:8} {e}" for a, b, c, d, e in rows]
-    lines.append(f"{len(rules)} rules; `{'ddtree-guard explain ID'}` prints a rule's page")
-    return [line if width is None or len(line) <= width else line[: width - 1] + "…"
-            for line in lines]  # fmt: skip
+    rows = [("id", "defect", "scope", "site", "cost", "what must hold")]
+    rows += [(r.id, r.name, r.scope.value, r.site.value, r.cost.value, r.statement) for r in rules]
+    lines: list[str] = []
+    for a, b, c, d, e, statement in rows:
+        head = f"{a:5} {b:{name}} {c:8} {d:8} {e:8} "
+        if width is None or len(head) + len(statement) <= width:
+            lines.append(head + statement)
+        elif width - len(head) >= _NARROW:
+            lines += textwrap.wrap(
+                statement, width, initial_indent=head, subsequent_indent=" " * len(head)
+            )
+        else:
+            indent = " " * 6
+            lines.append(head.rstrip())
+            lines += textwrap.wrap(
+                statement, width, initial_indent=indent, subsequent_indent=indent
+            )
+    return [*lines, f"{len(rules)} rules; `ddtree-guard explain ID` prints a rule's page"]
 
 
 def _width() -> int | None:

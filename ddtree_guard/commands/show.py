@@ -8,8 +8,8 @@ from typing import Any
 
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import UsageError
-from ddtree_guard.render import block, plain
-from ddtree_guard.report import drawing, terminal
+from ddtree_guard.render import blocks, plain
+from ddtree_guard.report import drawing, rows, terminal
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
@@ -21,27 +21,33 @@ def run(args: argparse.Namespace) -> int:
     at = _pick("step", args.step, len(dump), found[0][0] if found else len(dump) - 1)
     step = dump.step(at)
     mine = [finding for index, finding in found if index == at]
-    request = _pick("request", args.request, step.bs, _offender(mine, step))
+    request = _pick("request", args.request, step.bs, rows.offender(mine, step))
     if args.json:
         print(json.dumps(as_json(dump, at, step, request, mine), indent=1))
         return 0
     out = terminal.console()
     widths = ", ".join(f"{name} {value}" for name, value in step.widths.holders.items())
     out.print(
-        f"step {step.who.step_id} (index {at} of {len(dump)}), {step.who.rank}, "
+        f"step {step.who.step_id} (index {at} of {len(dump)}), {plain(step.who.rank)}, "
         f"{plain(step.who.backend_kind)} {plain(step.who.backend)}, {plain(step.who.path)} path, "
         f"SGLang {plain(step.who.release) or '?'}\n"
         f"bs={step.bs} BS={step.padded_bs} w={step.w} b={step.widths.block} "
         f"B={step.widths.budget}; widths held: {plain(widths) or 'not in this step'}",
         markup=False,
     )
-    for finding in mine:
-        out.print("\n" + block(finding, step), markup=False, soft_wrap=True)
+    out.print(f"written by trigger {plain(dump.trigger['kind'])}: {plain(dump.trigger['why'])}",
+              markup=False)  # fmt: skip
+    if dump.redacted:
+        out.print("redacted dump: tokens and request ids are hashes, equal where the ids are equal")
+    for text in blocks((step, finding) for finding in mine):
+        out.print("\n" + text, markup=False, soft_wrap=True)
     out.print()
     out.print(terminal.requests_table(step))
-    for picture in (terminal.ruler, terminal.heatmap, terminal.tree):
-        out.print(picture(step, request))
+    for picture in (terminal.ruler, terminal.heatmap):
+        out.print(picture(step, request, out.width))
         out.print()
+    out.print(terminal.tree(step, request))
+    out.print()
     return 0
 
 
@@ -59,21 +65,12 @@ def as_json(
         "padded_bs": step.padded_bs,
         "w": step.w,
         "widths": dict(step.widths.holders),
-        "requests": terminal.request_rows(step),
+        "requests": rows.request_rows(step),
         "findings": [finding.rule for finding in findings],
         "ruler": drawing.rulers(step, request),
         "mask": drawing.heatmap(step, request),
         "tree": drawing.tree(step, request),
     }
-
-
-def _offender(findings: list[Finding], step: Step) -> int:
-    """The request to look at: a victim, the offender, or else the last one."""
-    for finding in findings:
-        for request in (*finding.victims, finding.request):
-            if request is not None and 0 <= request < step.bs:
-                return request
-    return step.bs - 1
 
 
 def _pick(what: str, asked: int | None, count: int, default: int) -> int:

@@ -7,6 +7,7 @@ each step is read when it is asked for. Whatever is wrong becomes one DumpError 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -20,14 +21,19 @@ import numpy as np
 
 from ddtree_guard.dump import schema
 from ddtree_guard.dump.schema import DTYPES, MANIFEST, decode_finding, decode_step
+from ddtree_guard.dump.trail import TRAIL_SCHEMA, Trail, trail_from_json
 from ddtree_guard.errors import DumpError
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 _BLOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.safetensors")
+_HOLES, _RATIO = 1 << 20, 64  # a small sparse file must not take a gigabyte of memory
+_WHO: dict[str, type] = {"rank": str, "worker": str, "step_id": int}
+_TRIGGER: dict[str, type] = {"kind": str, "why": str, "suppressed": int, "ring_dropped": int}
 _TYPES: dict[str, type] = {
     "schema": str, "created": str, "versions": dict, "config": dict, "redacted": bool,
     "cannot_recheck": dict, "blobs": dict, "steps": list, "findings": list, "steps_left_out": int,
+    "trigger": dict, "requests": list, "doctor": list,
 }  # fmt: skip
 
 
@@ -71,6 +77,34 @@ class Dump:
         """The findings as recorded, each with the index of its step. Raises DumpError."""
         return [(entry["step"], decode_finding(entry["finding"])) for entry in self._entries()]
 
+    def whose(self, index: int) -> tuple[str, str, int]:
+        """Rank, worker and step id of a step, by the manifest alone. Raises DumpError."""
+        step = self.manifest["steps"][index]["step"]
+        who = step.get("who", {}) if isinstance(step, dict) else {}
+        values = [who.get(name) if isinstance(who, dict) else None for name in _WHO]
+        if [type(value) for value in values] != list(_WHO.values()):
+            raise DumpError(f"step {index} of the manifest does not say whose it is.")
+        rank, worker, step_id = values
+        return str(rank), str(worker), int(step_id or 0)
+
+    def step_ids(self) -> list[int]:
+        """The id of every step, oldest first. Raises DumpError."""
+        return [self.whose(index)[2] for index in range(len(self))]
+
+    @property
+    def trigger(self) -> dict[str, Any]:
+        """Why the dump was written: `kind`, `why`, `suppressed`, `ring_dropped`."""
+        return dict(self.manifest["trigger"])
+
+    @property
+    def doctor(self) -> list[str]:
+        """What the process said of itself when it was armed."""
+        return [str(line) for line in self.manifest["doctor"]]
+
+    def requests(self) -> list[Trail]:
+        """The trails of the requests that the process served last. Raises DumpError."""
+        return [trail_from_json(data) for data in self.manifest["requests"]]
+
     def _entries(self) -> Iterator[dict[str, Any]]:
         for entry in self.manifest["findings"]:
             if not isinstance(entry, dict) or set(entry) != {"step", "finding"}:
@@ -99,6 +133,11 @@ def _read_file(folder: Path, name: str, limit: int, expected: int | None = None)
             if status.st_size > limit or expected not in (None, status.st_size):
                 wanted = f"at most {limit}" if expected is None else str(expected)
                 raise DumpError(f"{name} has {status.st_size} bytes, expected {wanted}.")
+            if status.st_size > _HOLES and status.st_blocks * 512 * _RATIO < status.st_size:
+                raise DumpError(
+                    f"{name} is mostly holes: {status.st_size} bytes, {status.st_blocks * 512} on "
+                    "disk; if it is sound, copy the dump with `cp --sparse=never`."
+                )
             return file.read(status.st_size + 1)[: status.st_size]
     except FileNotFoundError:
         raise DumpError(_missing(folder, name)) from None
@@ -109,6 +148,22 @@ def _read_file(folder: Path, name: str, limit: int, expected: int | None = None)
         ) from None
     finally:
         os.close(directory)
+
+
+def read_trails(folder: Path, name: str) -> Iterator[tuple[Trail, bool]]:
+    """The trails of a trail file, each with whether its rid is hashed. Raises DumpError.
+
+    A last line that was cut off when the process died is left out.
+    """
+    for line in io.BytesIO(_read_file(folder, name, schema.MAX_TRAILS)):
+        if not line.endswith(b"\n"):
+            return
+        if len(line) > schema.MAX_LINE:
+            raise DumpError(f"{name} has a line of {len(line)} bytes, more than any trail takes.")
+        data = _json(line, name)
+        if not isinstance(data, dict) or data.get("schema") != TRAIL_SCHEMA:
+            raise DumpError(f"{name} holds a line that is not of schema {TRAIL_SCHEMA!r}.")
+        yield trail_from_json(data.get("request")), data.get("redacted") is True
 
 
 def _missing(folder: Path, name: str) -> str:
@@ -167,6 +222,9 @@ def _manifest(raw: bytes, folder: Path) -> dict[str, Any]:
             raise DumpError(f"{MANIFEST} lacks {name!r} or it is not a {kind.__name__}.")
     if not 0 < len(data["steps"]) <= schema.MAX_STEPS:
         raise DumpError(f"the dump holds {len(data['steps'])} steps, not 1 to {schema.MAX_STEPS}.")
+    for name, kind in _TRIGGER.items():
+        if set(data["trigger"]) != set(_TRIGGER) or type(data["trigger"][name]) is not kind:
+            raise DumpError(f"{MANIFEST} does not say in the form of the schema why it was made.")
     for name, blob in data["blobs"].items():
         _check_blob(name, blob)
     for entry in data["steps"]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import secrets
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from ddtree_guard.checks import ALL
+from ddtree_guard.errors import DumpError
 from ddtree_guard.rule import Finding, Rule
 from ddtree_guard.step import Step
 
@@ -26,6 +27,11 @@ TOKEN_FIELDS = (
 )  # fmt: skip
 RID_FIELDS = ("who.rids", "mask.rids")
 HIDDEN = "[redacted]"
+QKV_REFUSED = (
+    "q, k and v rows were expected to stay out of a redacted dump, because prompts can be rebuilt "
+    "from them, but this configuration captures them; set SGLANG_DDTREE_GUARD_REDACT=off, or "
+    "SGLANG_DDTREE_GUARD_CAPTURE=meta."
+)
 WHY = "ids are redacted in this dump, so they cannot be compared with the vocabulary"
 
 # Rules that read ids without naming them in `needs`, and rules that need the ids' true values.
@@ -51,14 +57,34 @@ def unchecked(rules: Iterable[Rule] = ALL) -> dict[str, str]:
     return {rule.id: WHY for rule in rules if needs_ids(rule)}
 
 
+class KeyStore(Protocol):
+    """The part of a `torch.distributed` store that sharing a key takes. It must live in memory."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set `key` if it holds `expected` or is not there; return what it holds then."""
+
+
+def job_key(store: KeyStore | None = None) -> bytes:
+    """The key of this job: one for all ranks that share a store, else one for this process."""
+    mine = secrets.token_hex(32)
+    if store is None:
+        return bytes.fromhex(mine)
+    return bytes.fromhex(store.compare_set("ddtree_guard/redaction", "", mine).decode())
+
+
 class Redactor:
     """Hashes ids with one key. Ranks that share the key give equal ids equal hashes."""
 
     def __init__(self, key: bytes | None = None) -> None:
-        self._key = key or secrets.token_bytes(32)
+        self._key = key or job_key()
 
     def step(self, step: Step) -> Step:
-        """The step with hashed ids; rules that cannot work on it are exempt in its contract."""
+        """The step with hashed ids; rules that cannot work on it are exempt in its contract.
+
+        Raises DumpError for a step that holds q, k or v rows.
+        """
+        if any(path.startswith("attention.") for path, _, _ in step.arrays()):
+            raise DumpError(QKV_REFUSED)
         changes: dict[str, Any] = {}
         for path in TOKEN_FIELDS:
             value = step.get(path)
@@ -78,6 +104,10 @@ class Redactor:
         if any(rule.id == finding.rule and reads_ids(rule) for rule in rules):
             hidden = dict.fromkeys(("headline", "equation", "expected", "actual"), HIDDEN)
         return dataclasses.replace(finding, rid=rid, **hidden)
+
+    def request(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """A request's trail with its rid hashed; nothing else in it is an id."""
+        return {**request, "rid": self.rid(str(request["rid"]))}
 
     def tokens(self, ids: Any) -> Any:
         """Hashes of token ids as int64 in [0, 2**62), of the same shape; negative ids stay."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import types
 import typing
@@ -28,16 +29,19 @@ SCHEMA = "ddtree-guard-dump/1"
 SCHEMA_FILE = Path(__file__).with_name("manifest.schema.json")
 MANIFEST = "manifest.json"
 
-MAX_MANIFEST = 32 << 20  # bytes
-MAX_HEADER = 4 << 20  # bytes of one safetensors header
+MAX_MANIFEST = 4 << 20  # bytes; JSON takes up to 20 times as much memory
+MAX_HEADER = 1 << 18  # bytes of one safetensors header
 MAX_BLOB = 1 << 30  # bytes of one safetensors file
 MAX_STEPS = 4096
+MAX_TRAILS = 64 << 20  # bytes of one trail file
+MAX_LINE = 1 << 16  # bytes of one of its lines
 MAX_NAME = 256  # characters of an array name
 MAX_DIMS = 4
 MAX_LANES = 16_384  # requests of a step
-MAX_WIDTH = 8_192  # rows of a request
-MAX_BLOCK_CELLS = 1 << 29  # BS*w*w: what a rule may have to allocate
+MAX_WIDTH = 2_048  # rows of a request
+MAX_BLOCK_CELLS = 1 << 25  # BS*w*w: what a rule may have to allocate
 MAX_DEPTH = 16  # nesting of a value
+MAX_SHARED = 8 << 10  # characters of a part that is decoded once for all steps
 
 DTYPES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
@@ -138,7 +142,10 @@ class _Decoder:
                     "know; read the dump with the version that its manifest names."
                 )
         values = {
-            name: self.value(value, hints[name], _join(path, name)) for name, value in data.items()
+            name: self.part(value, hints[name], _join(path, name))
+            if kind is Step
+            else self.value(value, hints[name], _join(path, name))
+            for name, value in data.items()
         }
         try:
             return kind(**values)
@@ -146,7 +153,17 @@ class _Decoder:
             needed = [n for n in _required(kind) if n not in data]
             raise DumpError(f"{path} lacks the field {needed[0]!r}.") from None
 
+    def part(self, data: Any, hint: Any, path: str) -> Any:
+        """A part of a step. Most parts are the same in every step, so they are decoded once."""
+        if isinstance(data, dict):
+            text = json.dumps(data)
+            if len(text) < MAX_SHARED and "$array" not in text:
+                return _shared_part(hint, path, text)
+        return self.value(data, hint, path)
+
     def value(self, data: Any, hint: Any, path: str, depth: int = 0) -> Any:
+        if type(data) is hint or (data is None and _optional(hint)):
+            return data  # most values
         if depth > MAX_DEPTH:
             raise DumpError(f"{path} is nested more than {MAX_DEPTH} deep.")
         if isinstance(data, dict) and len(data) == 1 and next(iter(data)).startswith("$"):
@@ -215,6 +232,16 @@ class _Decoder:
         if exact or (hint is float and type(data) is int):
             return data
         raise _wrong(path, _words(hint), data)
+
+
+@functools.cache
+def _optional(hint: Any) -> bool:
+    return type(None) in typing.get_args(hint)
+
+
+@functools.lru_cache(maxsize=128)
+def _shared_part(hint: Any, path: str, text: str) -> Any:
+    return _Decoder({}).value(json.loads(text), hint, path)
 
 
 @functools.cache

@@ -7,8 +7,8 @@ folder 0700; the oldest dumps go when there are too many or they are too large.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import logging
@@ -17,7 +17,9 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
@@ -27,19 +29,33 @@ import numpy as np
 import safetensors.numpy
 
 import ddtree_guard
-from ddtree_guard.config import Config, RuleSelection
-from ddtree_guard.dump.redact import Redactor, unchecked
-from ddtree_guard.dump.schema import MANIFEST, SCHEMA, encode
-from ddtree_guard.errors import GuardError
+from ddtree_guard.config import Capture, Config, RuleSelection
+from ddtree_guard.dump.redact import QKV_REFUSED, Redactor, unchecked
+from ddtree_guard.dump.rotate import TEMPORARY, rotate
+from ddtree_guard.dump.schema import MANIFEST, MAX_MANIFEST, SCHEMA, encode
+from ddtree_guard.errors import GuardError, UsageError
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 log = logging.getLogger(__name__)
 
 StepFindings = tuple[int, Finding]  # index into the steps of the dump, finding
-_FOLDER = re.compile(r"\d{8}T\d{6}\.\d{3}Z_[A-Za-z0-9.-]+_pid\d+_step-?\d+_[A-Za-z0-9.-]+(~\d+)?")
-_TEMPORARY = ".writing-"
-_ABANDONED_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What a dump says beside its steps: why it was written, and the trail of its requests.
+
+    `suppressed` counts triggers since the last dump that wrote none; `ring_dropped` steps that the
+    ring could not keep; `doctor` holds what the process said of itself when it was armed.
+    """
+
+    trigger: str = "manual"
+    why: str = ""
+    suppressed: int = 0
+    ring_dropped: int = 0
+    requests: Sequence[Mapping[str, Any]] = ()
+    doctor: Sequence[str] = ()
 
 
 class DumpTooLarge(GuardError):
@@ -47,86 +63,105 @@ class DumpTooLarge(GuardError):
 
 
 class DumpWriter:
-    """Writes the dumps of one process under one run folder."""
+    """Writes the dumps of one process under one run folder.
+
+    `failed` counts dumps that `save` could not write. Raises UsageError for a configuration that
+    captures q, k and v rows while it redacts.
+    """
 
     def __init__(
         self, run: str, config: Config | None = None, redactor: Redactor | None = None
     ) -> None:
         self.config = config or Config()
+        if self.config.redact and self.config.capture is Capture.QKV:
+            raise UsageError(QKV_REFUSED)
         self.folder = self.config.dump_dir / _safe(run)
         self.redactor = redactor or Redactor()
+        self.failed = 0
+        self._told: set[str] = set()
 
-    def save(self, steps: Sequence[Step], findings: Sequence[StepFindings] = ()) -> Path | None:
-        """Like `write`, but a failure is a warning in the log and the answer None."""
+    def save(
+        self,
+        steps: Sequence[Step],
+        findings: Sequence[StepFindings] = (),
+        notes: Notes | None = None,
+    ) -> Path | None:
+        """Like `write`, but never raises: a failure is counted and warned of once per reason."""
         try:
-            return self.write(steps, findings)
+            return self.write(steps, findings, notes)
         except (OSError, GuardError) as error:
-            log.warning("ddtree_guard: no dump was written to %s: %s", self.folder, error)
-        except Exception:
-            log.warning("ddtree_guard: no dump was written to %s", self.folder, exc_info=True)
+            self._warn(str(getattr(error, "strerror", None) or error), error)
+        except Exception as error:
+            self._warn(type(error).__name__, error)
         return None
 
-    def write(self, steps: Sequence[Step], findings: Sequence[StepFindings] = ()) -> Path:
+    def _warn(self, reason: str, error: Exception) -> None:
+        self.failed += 1
+        if reason in self._told:
+            return
+        self._told.add(reason)
+        trace = not isinstance(error, (OSError, GuardError))
+        text = "ddtree_guard: no dump was written to %s: %s; serving continues"
+        log.warning(text, self.folder, error, exc_info=error if trace else None)
+
+    def write(
+        self,
+        steps: Sequence[Step],
+        findings: Sequence[StepFindings] = (),
+        notes: Notes | None = None,
+    ) -> Path:
         """Write a dump and return its folder. The oldest steps are left out if all are too large.
 
-        Raises OSError as the file system does, DumpError for a value that cannot be held, and
-        DumpTooLarge when the newest step alone is over the limit.
+        Raises OSError as the file system does, DumpError for a value that cannot be held or must
+        not be, and DumpTooLarge when the newest step alone is over the limit.
         """
+        if not steps:
+            raise UsageError("a dump was expected to hold a step, found none; give at least one.")
+        notes = notes or Notes(trigger="finding" if findings else "manual")
         if self.config.redact:
             steps = [self.redactor.step(step) for step in steps]
             findings = [(at, self.redactor.finding(f)) for at, f in findings]
+            hidden = [self.redactor.request(request) for request in notes.requests]
+            notes = dataclasses.replace(notes, requests=hidden)
         coded = [_Coded(step) for step in steps]
         dropped = self._surplus(coded)
-        rule = findings[0][1].rule if findings else "manual"
+        rule = findings[0][1].rule if findings else notes.trigger
         findings = [(at - dropped, f) for at, f in findings if at >= dropped]
-        os.makedirs(self.folder, mode=0o700, exist_ok=True)
-        final = self._publish(_name(steps[-1], rule), coded[dropped:], findings, dropped)
-        self.rotate(final)
+        for folder in (self.config.dump_dir, self.folder):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        manifest = self._manifest(coded[dropped:], findings, notes) | {"steps_left_out": dropped}
+        final = self._publish(_name(steps[-1], rule), coded[dropped:], manifest)
+        rotate(self.config.dump_dir, final, self.config.dump_keep, self.config.dump_max_mb << 20)
         return final
-
-    def rotate(self, newest: Path) -> None:
-        """Remove the oldest dumps beyond `dump_keep` and `dump_max_mb`, never `newest`."""
-        limit = self.config.dump_max_mb << 20
-        found = [p for p in self.config.dump_dir.glob("*/*") if _FOLDER.fullmatch(p.name)]
-        dumps = sorted((p for p in found if not p.is_symlink()), key=lambda p: p.name)
-        sizes = {path: _size(path) for path in dumps}
-        while dumps and (len(dumps) > self.config.dump_keep or sum(sizes.values()) > limit):
-            oldest = dumps.pop(0)
-            if oldest != newest:
-                shutil.rmtree(oldest, ignore_errors=True)
-            sizes.pop(oldest)
-        for path in self.folder.glob(f"{_TEMPORARY}*"):
-            with contextlib.suppress(OSError):
-                if datetime.now().timestamp() - path.stat().st_mtime > _ABANDONED_S:
-                    shutil.rmtree(path, ignore_errors=True)
 
     def _surplus(self, coded: Sequence[_Coded]) -> int:
         """How many of the oldest steps must be left out."""
-        limit, total = self.config.dump_max_mb << 20, 0
+        limit, total, words = self.config.dump_max_mb << 20, 0, 0
         for at in range(len(coded) - 1, -1, -1):
             total += coded[at].nbytes
-            if total > limit:
-                if at == len(coded) - 1:
-                    raise DumpTooLarge(
-                        f"one step takes {total >> 20} MB, more than "
-                        f"SGLANG_DDTREE_GUARD_DUMP_MAX_MB={self.config.dump_max_mb}."
-                    )
-                return at + 1
+            words += coded[at].words
+            if total <= limit and words <= MAX_MANIFEST // 2:  # the rest is for trails
+                continue
+            if at == len(coded) - 1:
+                raise DumpTooLarge(
+                    f"one step takes {total >> 20} MB, more than "
+                    f"SGLANG_DDTREE_GUARD_DUMP_MAX_MB={self.config.dump_max_mb}."
+                )
+            return at + 1
         return 0
 
-    def _publish(
-        self, name: str, coded: Sequence[_Coded], findings: Sequence[StepFindings], dropped: int
-    ) -> Path:
-        temporary = self.folder / f"{_TEMPORARY}{os.getpid()}-{name}"
+    def _publish(self, name: str, coded: Sequence[_Coded], manifest: dict[str, Any]) -> Path:
+        unique = f"{TEMPORARY}{os.getpid()}-{threading.get_native_id()}-{name}"
+        temporary = self.folder / unique
         os.mkdir(temporary, 0o700)
         try:
-            blobs = {}
             for at, one in enumerate(coded):
                 data = one.blob()  # one at a time: a step can take hundreds of megabytes
                 blob = f"step-{at:04d}.safetensors"
                 _write_file(temporary / blob, data)
-                blobs[blob] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-            manifest = self._manifest(coded, blobs, findings) | {"steps_left_out": dropped}
+                sealed = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+                manifest["blobs"][blob] = sealed
+                manifest["steps"][at]["blob"] = blob
             text = json.dumps(manifest, indent=1, allow_nan=False)
             _write_file(temporary / MANIFEST, text.encode())
             _sync_folder(temporary)
@@ -136,7 +171,7 @@ class DumpWriter:
             raise
 
     def _manifest(
-        self, coded: Sequence[_Coded], blobs: dict[str, Any], findings: Sequence[StepFindings]
+        self, coded: Sequence[_Coded], findings: Sequence[StepFindings], notes: Notes
     ) -> dict[str, Any]:
         redact = self.config.redact
         return {
@@ -146,11 +181,16 @@ class DumpWriter:
             "config": _config(self.config),
             "redacted": redact,
             "cannot_recheck": unchecked() if redact else {},
-            "blobs": blobs,
-            "steps": [
-                {"blob": name, "arrays": one.shapes(), "step": one.data}
-                for name, one in zip(blobs, coded, strict=True)
-            ],
+            "trigger": {
+                "kind": notes.trigger,
+                "why": notes.why,
+                "suppressed": notes.suppressed,
+                "ring_dropped": notes.ring_dropped,
+            },
+            "requests": [dict(request) for request in notes.requests],
+            "doctor": list(notes.doctor),
+            "blobs": {},
+            "steps": [{"blob": "", "arrays": one.shapes(), "step": one.data} for one in coded],
             "findings": [{"step": at, "finding": encode(f, "", {})} for at, f in findings],
         }
 
@@ -162,6 +202,7 @@ class _Coded:
         self.arrays: dict[str, Any] = {}
         self.data = encode(step, "", self.arrays)
         self.nbytes = sum(array.nbytes for array in self.arrays.values())
+        self.words = 2 * len(json.dumps(self.data)) + 100 * len(self.arrays)  # indented
 
     def blob(self) -> bytes:
         return bytes(safetensors.numpy.save(self.arrays))
@@ -193,8 +234,12 @@ def _rename(temporary: Path, final: Path) -> Path:
     """Rename to the final name, or to `~1`, `~2`, ... when another dump has that name."""
     for attempt in range(100):
         target = final.with_name(f"{final.name}~{attempt}") if attempt else final
-        if not target.exists():
+        try:
             os.rename(temporary, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+        else:
             _sync_folder(target.parent)
             return target
     raise FileExistsError(f"{final} and its 99 alternatives exist")
@@ -202,23 +247,17 @@ def _rename(temporary: Path, final: Path) -> Path:
 
 def _name(step: Step, rule: str) -> str:
     stamp = _now().strftime("%Y%m%dT%H%M%S.%f")[:-3] + "Z"
-    return f"{stamp}_{_safe(step.who.rank)}_pid{os.getpid()}_step{step.who.step_id}_{_safe(rule)}"
+    rank, step_id = _safe(step.who.rank), _safe(str(step.who.step_id))
+    return f"{stamp}_{rank}_pid{os.getpid()}_step{step_id}_{_safe(rule)}"
 
 
 def _safe(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-") or "unnamed"
+    """The name as a part of a file name, which may have 255 bytes in all."""
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip(".-")[:60] or "unnamed"
 
 
 def _now() -> datetime:
     return datetime.now(timezone.utc)
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for path in folder.glob("*"):
-        with contextlib.suppress(OSError):
-            total += path.lstat().st_size
-    return total
 
 
 def _versions() -> dict[str, str]:

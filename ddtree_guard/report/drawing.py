@@ -14,9 +14,8 @@ import numpy as np
 from ddtree_guard.render import plain
 from ddtree_guard.step import Step
 
-WIDTH = 100
+WIDTH, LEAST = 100, 60
 _MARGIN = 10  # "expected  "
-_SPAN = WIDTH - _MARGIN - 2
 
 # Heat map states, least to most alarming: pooling several cells into one keeps the worst.
 HIDDEN, SEEN, LOST, LEAKED, UNWRITTEN, OUTSIDE = range(6)
@@ -28,31 +27,37 @@ LEGEND = (
 
 
 def ruler(
-    title: str, unit: str, expected: Sequence[int], actual: Sequence[int], request: int = 0
+    title: str,
+    unit: str,
+    expected: Sequence[int],
+    actual: Sequence[int],
+    request: int = 0,
+    width: int = WIDTH,
 ) -> list[str]:
     """Expected and actual request boundaries to one scale, around a request, with the misreading.
 
     Both sequences hold one more offset than there are requests. A stretch of the actual line is
     solid where it covers the request's own cells and shaded where it covers another's.
     """
-    low, high = _window(request, len(expected) - 1)
+    low, high = window(request, len(expected) - 1)
     own, used = list(expected[low : high + 1]), list(actual[low : high + 1])
     first, last = min(own + used), max(own + used)
-    scale = _SPAN / max(last - first, 1)
+    span = width - _MARGIN - 2
+    scale = span / max(last - first, 1)
     where = f", requests {low} to {high - 1} of {len(expected) - 1}"
     marks = [round((v - first) * scale) for v in own], [round((v - first) * scale) for v in used]
-    shades = [_shade(own, used, i) for i in range(high - low)]
+    shades = [_shade(own, used, i, span) for i in range(high - low)]
     return [
         f"{title}, in {unit}{where}",
-        _row("", _labels(own, marks[0])),
-        _row("expected", _bar(marks[0], ["━" * _SPAN] * (high - low))),
-        _row("actual", _bar(marks[1], shades)),
-        _row("", _labels(used, marks[1])),
+        _row("", _labels(own, marks[0], span)),
+        _row("expected", _bar(marks[0], ["━" * span] * (high - low), span)),
+        _row("actual", _bar(marks[1], shades, span)),
+        _row("", _labels(used, marks[1], span)),
         *(_row("", text) for text in _misread(unit, own, used, low)),
     ]
 
 
-def _window(request: int, count: int, size: int = 4) -> tuple[int, int]:
+def window(request: int, count: int, size: int = 4) -> tuple[int, int]:
     """A stretch of at most `size` requests that holds the request and its neighbours."""
     low = max(0, min(request - 1, count - size))
     return low, min(count, low + size)
@@ -62,16 +67,16 @@ def _row(name: str, text: str) -> str:
     return f"{name:{_MARGIN}}{text}".rstrip()
 
 
-def _shade(own: Sequence[int], used: Sequence[int], i: int) -> str:
+def _shade(own: Sequence[int], used: Sequence[int], i: int, span: int) -> str:
     """The fill of request i's stretch, one character per step of the scale."""
     if used[i + 1] <= used[i]:
         return ""
-    cells = np.linspace(used[i], used[i + 1], _SPAN, endpoint=False)
+    cells = np.linspace(used[i], used[i + 1], span, endpoint=False)
     return "".join("━" if own[i] <= c < own[i + 1] else "░" for c in cells)
 
 
-def _bar(marks: Sequence[int], fills: Sequence[str]) -> str:
-    line = [" "] * (_SPAN + 2)
+def _bar(marks: Sequence[int], fills: Sequence[str], span: int) -> str:
+    line = [" "] * (span + 2)
     for (begin, end), fill in zip(pairwise(marks), fills, strict=True):
         for at in range(begin, end):
             inside = (at - begin) * len(fill) // max(end - begin, 1)
@@ -81,12 +86,12 @@ def _bar(marks: Sequence[int], fills: Sequence[str]) -> str:
     return "".join(line)
 
 
-def _labels(values: Sequence[int], marks: Sequence[int]) -> str:
+def _labels(values: Sequence[int], marks: Sequence[int], span: int) -> str:
     """The numbers under their marks; one that would touch its neighbour is left out."""
     line = ""
     for value, mark in zip(values, marks, strict=True):
         text = str(value)
-        at = min(mark, _SPAN + 2 - len(text))
+        at = min(mark, span + 2 - len(text))
         if at > len(line) or not line:
             line = line.ljust(at) + text
     return line
@@ -108,21 +113,26 @@ def _misread(unit: str, own: Sequence[int], used: Sequence[int], low: int) -> li
     return lines
 
 
-def rulers(step: Step, request: int = 0) -> list[str]:
-    """The rulers of the query rows and of the mask cells, where the step holds them."""
-    lines: list[str] = []
+def offsets(step: Step) -> list[tuple[str, str, list[int], list[int]]]:
+    """What `ruler` takes for the query rows and the mask cells, where the step holds them."""
+    found: list[tuple[str, str, list[int], list[int]]] = []
     layout, w = step.layout, step.w
     if _whole(layout.qo_indptr, step.padded_bs + 1):
         own = [i * w for i in range(step.padded_bs + 1)]
-        lines += [*ruler("query rows", "rows", own, layout.qo_indptr.tolist(), request), ""]
+        found.append(("query rows", "rows", own, layout.qo_indptr.tolist()))
     if _whole(layout.mask_indptr, step.padded_bs + 1) and _whole(
         layout.prefix_lens, step.padded_bs
     ):
-        cells = [w * (s + w) for s in layout.prefix_lens.tolist()]
         own = [0]
-        for count in cells:
-            own.append(own[-1] + count)
-        lines += [*ruler("mask cells", "cells", own, layout.mask_indptr.tolist(), request), ""]
+        for s in layout.prefix_lens.tolist():
+            own.append(own[-1] + w * (s + w))
+        found.append(("mask cells", "cells", own, layout.mask_indptr.tolist()))
+    return found
+
+
+def rulers(step: Step, request: int = 0, width: int = WIDTH) -> list[str]:
+    """The rulers of the query rows and of the mask cells, where the step holds them."""
+    lines = [line for one in offsets(step) for line in (*ruler(*one, request, width), "")]
     return lines or ["offsets: not in this step", ""]
 
 
@@ -135,26 +145,45 @@ def mask_states(step: Step, request: int) -> Any:
 
     Raises ValueError when the step does not hold tree, mask and offsets in whole.
     """
-    w, layout, parents = step.w, step.layout, step.tree.parents
-    fits = parents is not None and parents.shape == (step.bs, w)
+    w, parents, bits = step.w, step.tree.parents, step.mask.tree_bits
+    if parents is None or parents.shape != (step.bs, w):
+        raise ValueError("the tree is not whole in this step")
+    rows, row, column = w, np.arange(w)[:, None], np.arange(w)[None, :]
+    if step.mask.cells is None and bits is not None and bits.shape == (step.bs, w, -(-w // 8)):
+        if bits.dtype != np.uint8:
+            raise ValueError("the bits of the mask are not bytes")
+        read = np.unpackbits(bits[request], axis=1, count=w, bitorder="little") != 0
+        inside = np.ones((w, w), bool)
+        if _whole(step.layout.qo_indptr, step.padded_bs + 1):
+            rows = int(step.layout.qo_indptr[request + 1]) - int(step.layout.qo_indptr[request])
+    else:
+        rows, inside, read = _read_cells(step, request)
+    wanted = _visible(parents[request])
+    states = np.where(wanted, np.where(read, SEEN, LOST), np.where(read, LEAKED, HIDDEN))
+    states = np.where(inside | (column >= rows), states, OUTSIDE)
+    return np.where(row >= rows, UNWRITTEN, states)
+
+
+def _read_cells(step: Step, request: int) -> tuple[int, Any, Any]:
+    """Rows that are computed, and which cells of the tree block are inside the mask and set."""
+    w, layout = step.w, step.layout
+    fits = step.mask.cells is not None and step.mask.cells.ndim == 1 and len(step.mask.cells) > 0
     for array, size in (
         (layout.mask_indptr, step.padded_bs + 1),
         (layout.qo_indptr, step.padded_bs + 1),
         (layout.prefix_lens, step.padded_bs),
     ):
         fits = fits and _whole(array, size)
-    if not fits or step.mask.cells is None or step.mask.cells.ndim != 1:
-        raise ValueError("tree, mask or offsets are not whole in this step")
+    if not fits:
+        raise ValueError("mask or offsets are not whole in this step")
     s, start = layout.prefix_lens[request], layout.mask_indptr[request]
     rows = np.int64(layout.qo_indptr[request + 1]) - np.int64(layout.qo_indptr[request])
     row, column = np.arange(w)[:, None], np.arange(w)[None, :]
-    at = np.int64(start) + row * (np.int64(s) + rows) + np.int64(s) + column
+    with np.errstate(over="ignore"):  # absurd offsets wrap and fall outside
+        at = np.int64(start) + row * (np.int64(s) + rows) + np.int64(s) + column
     inside = (at >= 0) & (at < len(step.mask.cells))
     read = (step.mask.cells[np.where(inside, at, 0)] != 0) & (column < rows)
-    wanted = _visible(parents[request])
-    states = np.where(wanted, np.where(read, SEEN, LOST), np.where(read, LEAKED, HIDDEN))
-    states = np.where(inside | (column >= rows), states, OUTSIDE)
-    return np.where(row >= rows, UNWRITTEN, states)
+    return int(rows), inside, read
 
 
 def _visible(parents: Any) -> Any:
@@ -168,7 +197,7 @@ def _visible(parents: Any) -> Any:
     return visible
 
 
-def heatmap(step: Step, request: int) -> list[str]:
+def heatmap(step: Step, request: int, width: int = WIDTH) -> list[str]:
     """The request's tree block as a picture: rows are queries, columns are keys of the tree."""
     w = step.w
     head = f"mask of request {request}{_rid(step, request)}, {w} x {w} tree block"
@@ -178,11 +207,11 @@ def heatmap(step: Step, request: int) -> list[str]:
         return [f"{head}: {why}"]
     wrong = int((states > SEEN).sum())
     head += ": as the tree says" if not wrong else f": {wrong} of {w * w} cells are wrong"
-    pool = -(-w // (WIDTH - _MARGIN))
+    pool = -(-w // (width - _MARGIN))
     if pool > 1:
-        states = _pooled(states, pool)
+        states = pooled(states, pool)
         head += f"; one character is {pool} x {pool} cells, the worst of them"
-    wide = 2 if len(states) * 2 <= WIDTH - _MARGIN else 1
+    wide = 2 if len(states) * 2 <= width - _MARGIN else 1
     lines = [
         f"{'row ' + str(at * pool):>8}  " + "".join(GLYPHS[s][:wide] for s in row)
         for at, row in enumerate(states)
@@ -190,7 +219,7 @@ def heatmap(step: Step, request: int) -> list[str]:
     return [head, *lines]
 
 
-def _pooled(states: Any, pool: int) -> Any:
+def pooled(states: Any, pool: int) -> Any:
     size = -(-len(states) // pool)
     padded = np.full((size * pool, size * pool), HIDDEN)
     padded[: len(states), : len(states)] = states
@@ -231,6 +260,14 @@ def tree(step: Step, request: int, limit: int = 80) -> list[str]:
     path = f", accepted path {' '.join(map(str, accepted))}" if accepted else ""
     head = f"tree of request {request}{_rid(step, request)}: {size} nodes in {step.w} rows{path}"
     return [head, *lines]
+
+
+def tree_shape(step: Step, request: int) -> tuple[list[int], int, list[int]] | None:
+    """Parents, number of nodes and accepted path of a request, or None where there is no tree."""
+    parents = step.tree.parents
+    if parents is None or parents.shape != (step.bs, step.w) or parents.dtype.kind not in "iu":
+        return None
+    return parents[request].tolist(), _size(step, request), _accepted(step, request)
 
 
 def _fits(array: Any, like: Any) -> bool:

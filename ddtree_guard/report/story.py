@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,8 +41,10 @@ def tell(results: Sequence[Result], draft: int, dump: Path, checked: Recheck, go
         else "IMPORTED " + ", ".join(checked.loaded)
     )
     out.print(f"  ddtree-guard check: exit {checked.exit_code}, {what}", markup=False)
-    out.print(f"  {render.plain(checked.last_line)}", markup=False)
-    out.print("  next: ddtree-guard show DUMP, ddtree-guard explain W3\n", markup=False)
+    out.print(f"  {render.plain(checked.last_line)}", markup=False, soft_wrap=True)
+    path = shlex.quote(str(dump))
+    out.print(f"  next: ddtree-guard show {path}", markup=False, soft_wrap=True)
+    out.print("        ddtree-guard explain W3\n", markup=False)
     odd = [r.experiment.name for r in results if not r.as_expected]
     verdict = "Everything came out as the incident says it must."
     if not good:
@@ -109,8 +112,8 @@ def _evidence(out: Console, fault: Result) -> None:
             out.print(f"also {render.headline(finding)}", markup=False, soft_wrap=True)
     out.print()
     request = step.bs - 1
-    out.print(terminal.ruler(step, request))
-    out.print(terminal.heatmap(step, request))
+    out.print(terminal.ruler(step, request, out.width))
+    out.print(terminal.heatmap(step, request, out.width))
     out.print()
 
 

@@ -6,11 +6,13 @@ Without colour (a pipe, NO_COLOR) nothing is lost: the pictures carry their mean
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ddtree_guard.render import plain
 from ddtree_guard.report import drawing
+from ddtree_guard.report.rows import COLUMNS, request_rows
 from ddtree_guard.step import Step
 
 if TYPE_CHECKING:
@@ -24,12 +26,18 @@ _RULER_STYLES = {"━": "green", "░": "bold red", "┃": "bold"}
 
 
 def console(file: TextIO | None = None) -> Console:
-    """A console of at most 100 columns; 100 when the output is not a terminal."""
+    """A console of 60 to 100 columns; 100 when the output is not a terminal.
+
+    With NO_COLOR nothing is sent but text: no bold and no dim either.
+    """
     from rich.console import Console
 
     file = file or sys.stdout
     found = Console(file=file)
     width = min(found.width, drawing.WIDTH) if found.is_terminal else drawing.WIDTH
+    width = max(width, drawing.LEAST)
+    if found.no_color:
+        return Console(file=file, highlight=False, width=width, color_system=None)
     return Console(file=file, highlight=False, width=width)
 
 
@@ -52,40 +60,23 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], title: str = ""
 
 def requests_table(step: Step) -> Table:
     """One row per live request: lengths, tree, acceptance, and what its offsets should be."""
-    rows = [[row[key] for key in _COLUMNS] for row in request_rows(step)]
-    return table(list(_COLUMNS), rows, title="requests (right value -> value in this step)")
+    listed = [[row[key] for key in COLUMNS] for row in request_rows(step)]
+    return table(list(COLUMNS), listed, title="requests (right value -> value in this step)")
 
 
-_COLUMNS = ("request", "rid", "s", "nodes", "depth", "accepted", "query rows", "mask cells")
-
-
-def request_rows(step: Step) -> list[dict[str, Any]]:
-    """The values of `requests_table`, one mapping per live request."""
-    return [
-        {
-            "request": i,
-            "rid": step.who.rid(i) or "-",
-            "s": _item(step.layout.prefix_lens, i),
-            "nodes": _item(step.tree.sizes, i),
-            "depth": _largest(step.tree.depths, i),
-            "accepted": _item(step.outcome.accept_lens, i),
-            "query rows": _against(step.w, _gap(step.layout.qo_indptr, i)),
-            "mask cells": _against(_cells(step, i), _gap(step.layout.mask_indptr, i)),
-        }
-        for i in range(step.bs)
-    ]
-
-
-def heatmap(step: Step, request: int) -> Any:
+def heatmap(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
     """The coloured mask picture of a request, with its legend."""
-    head, *lines = drawing.heatmap(step, request)
+    from rich.text import Text
+
+    head, *lines = drawing.heatmap(step, request, width)
     body = [_coloured(line, _GLYPH_STYLES, skip=10) for line in lines]
-    return _join([_bold(head), *body, _coloured(drawing.LEGEND if lines else "", {})])
+    legend = textwrap.wrap(drawing.LEGEND, width) if lines else []
+    return _join([_bold(head), *body, *(Text(part) for part in legend)])
 
 
-def ruler(step: Step, request: int) -> Any:
+def ruler(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
     """The coloured rulers of query rows and mask cells around a request."""
-    lines = drawing.rulers(step, request)
+    lines = drawing.rulers(step, request, width)
     return _join([_coloured(line, _RULER_STYLES, skip=10) for line in lines])
 
 
@@ -118,27 +109,3 @@ def _join(lines: Iterable[Any]) -> Any:
     from rich.text import Text
 
     return Text("\n").join(lines)
-
-
-def _item(array: Any, at: int) -> Any:
-    whole = array is not None and array.ndim == 1 and at < len(array)
-    return array[at].item() if whole else "-"
-
-
-def _largest(array: Any, at: int) -> Any:
-    whole = array is not None and array.ndim == 2 and at < len(array) and array.shape[1]
-    return array[at].max().item() if whole else "-"
-
-
-def _gap(offsets: Any, at: int) -> Any:
-    end, begin = _item(offsets, at + 1), _item(offsets, at)
-    return "-" if "-" in (end, begin) else end - begin
-
-
-def _cells(step: Step, at: int) -> Any:
-    s = _item(step.layout.prefix_lens, at)
-    return "-" if s == "-" else step.w * (s + step.w)
-
-
-def _against(right: Any, found: Any) -> str:
-    return str(found) if right == found or "-" in (right, found) else f"{right} -> {found}"

@@ -231,3 +231,24 @@ def test_root_that_is_not_the_last_token() -> None:
 @pytest.mark.parametrize("w", [1, 2])
 def test_narrow_steps_are_sound(rule: str, w: int) -> None:
     assert broken(rule, sound_step(3, lens=(5, 9), w=w)) is None
+
+
+HOLDERS = ("delta_seq_lens", "delta_seq_lens_cpu", "delta_output", "delta_kv")
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_each_holder_of_a_length_is_compared(holder: str) -> None:
+    lens = np.array([1, 3])
+    step = step_of().replace(**{f"outcome__{name}": lens for name in HOLDERS})
+    assert broken("A4", step) is None
+    found = broken("A4", step.replace(**{f"outcome__{holder}": np.array([1, 4])}))
+    assert found is not None
+    assert (found.request, found.actual) == (1, f"{holder} = 4")
+
+
+def test_a_request_that_commits_nothing_is_a_fault() -> None:
+    step = step_of(outcome__accept_lens=np.array([1, 0]), outcome__truncated=np.array([0, 3]))
+    step = step.replace(outcome__committed=np.array([[50, -1, -1, -1], [-1, -1, -1, -1]]))
+    found = broken("A3", step)
+    assert found is not None
+    assert (found.request, found.expected, found.actual) == (1, "1..4", "0")

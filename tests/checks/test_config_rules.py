@@ -137,3 +137,8 @@ def test_cfg6(changes: dict[str, Any], equation: str | None) -> None:
     }
     found = judge("CFG6", **(base | changes))
     assert (found and found.equation) == equation
+
+
+@pytest.mark.parametrize(("rows", "fires"), [(17, False), (16, True)])
+def test_cfg3_a_kernel_takes_as_many_rows_as_it_says(rows: int, fires: bool) -> None:
+    assert (judge("CFG3", limits__kernel_rows={"mla": rows}) is not None) is fires

@@ -206,3 +206,15 @@ def test_empty_prefix() -> None:
     step = sound_step(0, lens=(0, 3), w=4, block=4)
     assert broken("K3", step) is None
     assert broken("K4", step) is None
+
+
+@pytest.mark.parametrize(("least", "most"), [(-1, 3), (0, "size")])
+def test_ids_declared_for_another_pool_are_judged_by_its_size(least: int, most: Any) -> None:
+    step = small()
+    size = step.slots.pools["swa"]
+    ids = {"swa_indices": ("swa", least, size if most == "size" else most)}
+    found = broken("K1", step.replace(slots__ids=ids))
+    assert found is not None
+    assert (found.expected, found.actual) == (f"0..{size - 1}", str(size if least == 0 else -1))
+    inside = {"swa_indices": ("swa", 0, size - 1)}
+    assert broken("K1", step.replace(slots__ids=inside)) is None

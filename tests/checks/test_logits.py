@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddtree_guard.guard import find_rule
-from ddtree_guard.rule import Finding
+from ddtree_guard.rule import Finding, NotEvaluable
 from ddtree_guard.step import Contract, Step
 from ddtree_guard.testing.steps import VOCAB, sound_step
 
@@ -59,6 +59,22 @@ def test_constant_row(value: float, cause: str) -> None:
     assert found is not None
     assert (found.request, found.row) == (1, 2)
     assert cause in found.cause
+
+
+@pytest.mark.parametrize(("low", "high"), [(np.nan, 1.0), (0.0, np.nan), (2.0, 1.0)])
+def test_a_row_without_a_range_is_dead(low: float, high: float) -> None:
+    lows, highs = small().outcome.row_min.copy(), small().outcome.row_max.copy()
+    lows[1, 2], highs[1, 2] = low, high
+    found = broken("L1", small(outcome__row_min=lows, outcome__row_max=highs))
+    assert found is not None
+    assert (found.request, found.row) == (1, 2)
+    assert found.actual == f"a range from {low:g} to {high:g}"
+
+
+def test_finite_must_be_a_truth_value() -> None:
+    step = small(outcome__finite=np.full((2, 5), np.nan))
+    with pytest.raises(NotEvaluable, match=r"holds float64, expected whole numbers \(see W5\)"):
+        broken("L1", step)
 
 
 def test_constant_padding_rows_are_no_fault() -> None:
@@ -120,7 +136,7 @@ def test_sampling_verifier_may_serve_greedy_requests() -> None:
     assert broken("L3", step) is None
 
 
-@pytest.mark.parametrize("p", [0.0, -0.5, float("nan")])
+@pytest.mark.parametrize("p", [0.0, -0.5, float("nan"), 1e9, float("inf")])
 def test_accepted_token_without_probability(p: float) -> None:
     found = broken("L3", edit("outcome.target_probs", (1, 1), p))
     assert found is not None
@@ -151,6 +167,21 @@ def test_reused_coins(coins: list[float], sound: bool) -> None:
     assert sound or (found is not None and found.request == 1)
 
 
+def test_a_coin_that_is_no_number_is_a_fault() -> None:
+    coins = np.array([[0.1, 0.2], [0.3, np.nan]])
+    found = broken("L3", small(outcome__coins=coins))
+    assert found is not None
+    assert found.request == 1
+
+
+@pytest.mark.parametrize("value", [-5, 2])
+def test_a_grammar_word_of_no_meaning_is_a_fault(value: int) -> None:
+    allowed = np.array([[1, -1, -1, -1], [1, value, 1, 0]])
+    found = broken("L4", small(outcome__allowed=allowed))
+    assert found is not None
+    assert (found.request, found.row, found.actual) == (1, 1, str(value))
+
+
 def test_grammar_counts_for_committed_tokens_only() -> None:
     allowed = np.array([[True, False, False, False], [True, True, True, False]])
     assert broken("L4", small(outcome__allowed=allowed)) is None
@@ -164,3 +195,10 @@ def test_grammar_counts_for_committed_tokens_only() -> None:
 @pytest.mark.parametrize("w", [1, 2])
 def test_narrow_steps_are_sound(rule: str, w: int) -> None:
     assert broken(rule, sound_step(3, lens=(5, 9), w=w)) is None
+
+
+def test_the_bonus_token_is_an_id_too() -> None:
+    """The last committed token is the target's own; nothing drafted it."""
+    found = broken("L2", edit("outcome.committed", (1, 2), VOCAB))
+    assert found is not None
+    assert (found.request, found.row) == (1, 2)

@@ -211,3 +211,31 @@ def test_wide_trees_are_judged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     planted = FAULTS["M2"](step, 4)
     m2 = findings(planted.step)["M2"]
     assert (m2.request, m2.row) == (4, planted.row)
+
+
+@pytest.mark.parametrize(("missing", "fires"), [(0, False), (1, True)])
+def test_m5_a_captured_buffer_holds_the_tree_columns_at_full_context(
+    missing: int, fires: bool
+) -> None:
+    step = sound_step(padded_bs=4)
+    need = 4 * 17 * (step.limits.context + 17)
+    found = findings(step.replace(mask__capacity=need - missing))
+    assert ("M5" in found) is fires
+    assert "M5" not in found or found["M5"].expected == f">= {need}"
+
+
+def test_m5_knows_the_buffer_without_the_tree_columns() -> None:
+    step = sound_step(padded_bs=4)
+    found = findings(step.replace(mask__capacity=4 * 17 * step.limits.context))["M5"]
+    assert found.latent
+    assert "without the w tree columns" in found.cause
+
+
+@pytest.mark.parametrize(("beyond", "rules"), [(0, set()), (1, {"M1", "M3"})])
+def test_a_window_ends_before_the_key_that_is_its_length_away(beyond: int, rules: set[str]) -> None:
+    """Row 3 of the last request, at depth 3, sees positions s+3-W+1 .. s+3, so not s+3-W."""
+    window, s = 20, 50
+    step = sound_step(lens=(37, 12, s), kind="chain", full_trees=True).replace(mask__window=window)
+    cells = step.mask.cells.copy()
+    cells[len(cells) - 17 * (s + 17) + 3 * (s + 17) + s + 3 - window + beyond] = 0
+    assert set(findings(step.replace(mask__cells=cells))) == rules

@@ -135,3 +135,34 @@ def test_w8_names_the_first_row_that_is_not_covered(actual: int, row: int) -> No
 )
 def test_width_from_cells(cells: int, s: int, width: int | None) -> None:
     assert width_from_cells(cells, s) == width
+
+
+def windowed(window: int = 20) -> Step:
+    """A sound step whose kernel gets keys clipped to a sliding window, and whole mask rows."""
+    step = sound_step(lens=(37, 12, 50))
+    kept = np.minimum(step.layout.prefix_lens, window)
+    return step.replace(
+        mask__window=window,
+        mask__window_start=step.layout.prefix_lens - kept,
+        layout__kv_indptr=np.concatenate([[0], np.cumsum(kept)]),
+    )
+
+
+def test_w2_keys_are_clipped_to_the_window() -> None:
+    step = windowed()
+    assert judge("W2", step) is None
+    whole = np.concatenate([[0], np.cumsum(step.layout.prefix_lens)])
+    finding = found("W2", step.replace(layout__kv_indptr=whole))
+    assert (finding.request, finding.expected, finding.actual) == (0, "20", "37")
+
+
+def test_w2_a_length_beyond_the_context_is_impossible() -> None:
+    assert judge("W2", sound_step().replace(limits__context=50)) is None
+    assert found("W2", sound_step().replace(limits__context=49)).request == 2
+
+
+def test_w4_skipped_columns_belong_to_the_row() -> None:
+    step = windowed()
+    assert judge("W4", step) is None
+    finding = found("W4", step.replace(mask__window_start=np.zeros(3, np.int64)))
+    assert (finding.request, finding.expected, finding.actual) == (0, "54", "37")

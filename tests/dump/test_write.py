@@ -14,6 +14,7 @@ from ddtree_guard.config import Config
 from ddtree_guard.dump import write
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.dump.write import DumpTooLarge, DumpWriter
+from ddtree_guard.errors import UsageError
 from ddtree_guard.guard import Guard
 from ddtree_guard.step import Step
 from ddtree_guard.testing.faults import FAULTS
@@ -154,3 +155,17 @@ def test_a_fault_of_the_writer_itself_is_a_warning(
 ) -> None:
     monkeypatch.setattr(write, "encode", lambda *args: 1 / 0)
     assert "no dump was written" in save_warns(writer(tmp_path), sound_step(), caplog)
+
+
+def test_names_from_a_step_stay_inside_the_folder(tmp_path: Path) -> None:
+    step = sound_step().replace(who__rank="../" * 200 + "TP0", who__step_id="../../x")
+    path = DumpWriter("r" * 300, Config(dump_dir=tmp_path)).write([step])
+    assert path.parent.parent == tmp_path
+    assert "step" in path.name
+    assert len(os.fsencode(path.name)) < 200
+
+
+def test_a_dump_of_nothing_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected to hold a step, found none"):
+        DumpWriter("run", Config(dump_dir=tmp_path)).write([], [])
+    assert list(tmp_path.iterdir()) == []

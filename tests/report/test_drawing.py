@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddtree_guard.recorder.ring import Ring
 from ddtree_guard.report import drawing
 from ddtree_guard.step import Step
 from ddtree_guard.testing.steps import sound_step
@@ -171,3 +172,16 @@ def test_a_broken_tree_is_drawn_without_a_loop() -> None:
 def test_a_large_tree_is_cut_and_says_so() -> None:
     lines = drawing.tree(with_tree([-1, *range(299)], 300), 1, limit=10)
     assert lines[-1] == "... and 290 more nodes"
+
+
+@pytest.mark.parametrize("w", [5, 17, 65])
+def test_a_step_of_the_ring_draws_the_mask_that_the_whole_step_draws(w: int) -> None:
+    for step in (sound_step(2, lens=(37, 21, 50), w=w), stock(sound_step(2, lens=(37, 21), w=w))):
+        ring = Ring(1, step.padded_bs, w)
+        ring.put(step)
+        (kept,) = ring.snapshot()
+        assert kept.mask.cells is None
+        for request in range(step.bs):
+            whole, bits = (drawing.mask_states(s, request) for s in (step, kept))
+            alike = (whole == bits) | (whole == drawing.OUTSIDE)  # bits do not know the mask's end
+            assert alike.all()

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from ddtree_guard.report import terminal
+from ddtree_guard.report import rows, terminal
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.steps import sound_step
 
@@ -45,6 +45,39 @@ def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not re.search(r"\x1b\[(?:[0-9;]*;)?3[0-9]", text)
 
 
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_color_means_no_bold_and_no_dim_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    out = Screen()
+    assert "\x1b" not in drawn(terminal.console(out), out)
+
+
+@pytest.mark.parametrize(("columns", "width"), [(40, 60), (60, 60), (80, 80), (200, 100)])
+def test_pictures_fit_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int, width: int
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Screen()
+    console = terminal.console(out)
+    assert console.width == width
+    for w in (17, 65):
+        step = FAULTS["W3"](sound_step(3, lens=(37, 21, 50), w=w), 2).step
+        console.print(terminal.ruler(step, 2, console.width))
+        console.print(terminal.heatmap(step, 2, console.width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert max(len(line) for line in lines if line.startswith("expected")) > width - 5
+
+
 def test_the_table_shows_right_and_found_values() -> None:
     out = io.StringIO()
     terminal.console(out).print(terminal.requests_table(BROKEN))
@@ -62,5 +95,5 @@ def test_a_table_cell_cannot_command_the_terminal_or_the_markup() -> None:
 
 def test_missing_parts_are_dashes() -> None:
     step = BROKEN.replace(layout__qo_indptr=None, tree__sizes=None, tree__depths=None)
-    row = terminal.request_rows(step)[0]
+    row = rows.request_rows(step)[0]
     assert (row["query rows"], row["nodes"], row["depth"]) == ("-", "-", "-")

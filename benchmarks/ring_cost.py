@@ -1,0 +1,221 @@
+"""What the flight recorder's ring costs a step, on top of the device check. Needs a CUDA device.
+
+    python benchmarks/ring_cost.py --out DIR
+
+GPU time: two captured graphs, the check alone and the check with the pack kernel, replayed in
+turns; the cost is the median of the paired differences. Host time, likewise in turns: eager steps
+with and without the ring, and, for graphs, the note that a replay leaves. Everything runs under
+`set_sync_debug_mode("error")`. What the device packed is compared with what the host would keep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddtree_guard.device.from_step import buffers_of, shape_of
+from ddtree_guard.device.launch import DeviceCheck
+from ddtree_guard.device.pack import Pack, Packer
+from ddtree_guard.recorder.ring import Ring, bare
+from ddtree_guard.recorder.trail import Trails
+from ddtree_guard.step import Outcome, Step
+from ddtree_guard.testing.compare import differences
+from ddtree_guard.testing.steps import sound_step
+
+SHAPES = ((8, 17), (8, 65), (32, 65))
+LIMIT_HOST_US, LIMIT_GPU_US = 5.0, 2.0
+PAIRS, BATCH = 60, 50
+Work = Callable[[], None]
+
+
+class Case:
+    """One shape: its step, the check and the pack launch bound to one set of device buffers."""
+
+    def __init__(self, bs: int, w: int, device: str) -> None:
+        lens = tuple(200 + 37 * i % 301 for i in range(bs))
+        self.step = sound_step(3, lens=lens, w=w, padded_bs=bs).replace(outcome=Outcome())
+        buffers, shape = buffers_of(self.step, device), shape_of(self.step)
+        self.checker = DeviceCheck(device)
+        self.operands = self.checker.bind(buffers, shape)
+        self.ring = Ring(64, bs, w, pinned=True)
+        self.packer = Packer(self.ring, device)
+        self.pack: Pack = self.packer.bind(buffers, bs, bs, w)
+        self.base = bare(self.step)
+
+    def check(self) -> None:
+        """The step as it is without a ring."""
+        self.checker.check(self.operands)
+        self.checker.close()
+
+    def record(self) -> None:
+        """What the ring adds to an eager step."""
+        self.ring.note(self.base, self.pack.kinds)
+        self.pack.launch()
+
+    def both(self) -> None:
+        """The step with a ring."""
+        self.check()
+        self.record()
+
+    def note(self) -> None:
+        """What the ring adds to the host's part of a replay."""
+        self.ring.note(self.base, self.pack.kinds)
+
+
+def paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> dict[str, float]:
+    """Median and quartiles of `second` minus `first`, measured in turns; microseconds."""
+    gaps, alone = [], []
+    for n in range(pairs + 5):
+        order = (first, second) if n % 2 else (second, first)
+        found = {run: run() for run in order}
+        if n >= 5:  # the first ones warm up
+            gaps.append(found[second] - found[first])
+            alone.append(found[first])
+    low, middle, high = statistics.quantiles(gaps, n=4)
+    return {"median_us": round(middle, 3), "q1_us": round(low, 3), "q3_us": round(high, 3),
+            "without_us": round(statistics.median(alone), 3)}  # fmt: skip
+
+
+def host_us(work: Work) -> float:
+    """Host time of one call, in a batch that the device's queue can take."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(BATCH):
+        work()
+    return (time.perf_counter() - began) / BATCH * 1e6
+
+
+def gpu_us(graph: Any) -> float:
+    """Device time of one replay, between two events."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(BATCH):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / BATCH * 1e3
+
+
+def captured(work: Work, copies: int) -> Any:
+    """A graph of `copies` steps, so that the time between replays does not count."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(copies):
+            work()
+    return graph
+
+
+def measure(bs: int, w: int, pairs: int) -> dict[str, Any]:
+    """Every number of one shape."""
+    case, copies = Case(bs, w, "cuda"), 20
+    for _ in range(3):  # compile everything before capture
+        case.both()
+    torch.cuda.synchronize()
+    alone = captured(case.check, copies)
+    graph = captured(lambda: (case.check(), case.pack.launch())[0], copies)
+    gpu = paired(lambda: gpu_us(alone) / copies, lambda: gpu_us(graph) / copies, pairs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(200):
+            case.both()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    eager = paired(lambda: host_us(case.check), lambda: host_us(case.both), pairs)
+    replay = paired(lambda: host_us(_nothing), lambda: host_us(case.note), pairs)
+    return {
+        "bs": bs, "w": w, "slot_bytes": case.ring.words * 8, "ring_steps": case.ring.steps,
+        "ring_mib": round(case.ring.nbytes / 2**20, 3), "gpu": gpu, "host_eager": eager,
+        "host_graph": replay, "syncs": 0, "allocations": allocations,
+        "same_as_host": same_as_host(case),
+    }  # fmt: skip
+
+
+def _nothing() -> None:
+    """An empty call, to be subtracted."""
+
+
+def same_as_host(case: Case) -> bool:
+    """Whether the device packs what the host keeps, bit for bit."""
+    torch.cuda.synchronize()
+    case.packer.reset()
+    torch.cuda.synchronize()
+    for _ in range(70):
+        case.record()
+    torch.cuda.synchronize()
+    host = Ring(64, case.ring.lanes, case.ring.w)
+    host.put(case.step)
+    (expected,) = host.snapshot()
+    found: list[Step] = case.ring.snapshot()
+    return len(found) == case.ring.steps and all(differences(expected, s) == [] for s in found)
+
+
+def trail_us(bs: int) -> float:
+    """Host time of the request trails, per step: what `Recorder.ran` and `accepted` do."""
+    trails, rids = Trails(), tuple(f"r{i}" for i in range(bs))
+
+    def step() -> None:
+        trails.ran(rids, 17, True)
+        for rid in rids:
+            trails.accepted(rid, (5, 6, 7))
+
+    times = []
+    for _ in range(50):
+        began = time.perf_counter()
+        for _ in range(20):
+            step()
+        times.append((time.perf_counter() - began) / 20 * 1e6)
+    return round(statistics.median(times), 3)
+
+
+def main() -> int:
+    """Measure all shapes and write `ring_cost.json`. 1 when a limit is broken, 3 without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("ring_cost: a CUDA device was expected, found none; run it on one", file=sys.stderr)
+        return 3
+    began = time.monotonic()
+    shapes = [measure(bs, w, args.pairs) for bs, w in SHAPES]
+    within = all(
+        shape["gpu"]["median_us"] <= LIMIT_GPU_US
+        and shape["host_graph"]["median_us"] <= LIMIT_HOST_US
+        and shape["host_eager"]["median_us"] <= LIMIT_HOST_US
+        and shape["allocations"] == 0
+        and shape["same_as_host"]
+        for shape in shapes
+    )
+    result = {
+        "limits": {"host_us": LIMIT_HOST_US, "gpu_us": LIMIT_GPU_US},
+        "within": within,
+        "shapes": shapes,
+        "trail_host_us": {str(bs): trail_us(bs) for bs in (1, 8, 32)},
+        "pairs": args.pairs,
+        "batch": BATCH,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "ring_cost.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 0 if within else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,194 @@
+"""One launch packs a step's small arrays into the recorder's ring in pinned host memory.
+
+The ring slot is chosen on the device, so the launch can be captured in a graph and every replay
+fills the next slot without the host. `state` holds int64 words: [0] steps written, [1] programs of
+this launch that are done. A program starts only after all of the launch before it have ended, and
+the last one to be done writes the header and counts, so all programs of a launch see one count.
+The words go straight to host memory over PCIe: no staging buffer, no copy to queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ddtree_guard.device.operands import Buffers, bind
+from ddtree_guard.errors import UsageError
+
+Tensor = Any
+HAS = {"tokens": 1, "parents": 2, "positions": 4, "out_cache_loc": 8, "mask": 16, "sizes": 32,
+       "qo_indptr": 64, "kv_indptr": 128, "mask_indptr": 256}  # fmt: skip
+_constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
+cTOKENS, cPARENTS, cPOSITIONS, cSLOTS, cMASK, cSIZES, cQO, cKV, cMI = map(_constant, HAS.values())
+
+PACK_ARGS = [
+    "state", "ring", "lens", "qo", "kv", "mi", "sizes", "mask", "tokens", "parents", "positions",
+    "slots", "lanes", "w", "steps", "words", "numel", "at_qo", "at_kv", "at_mi", "at_lens",
+    "at_sizes", "at_tokens", "at_parents", "at_positions", "at_slots", "at_bits", "row_words",
+]  # fmt: skip
+
+
+@triton.jit
+def _move(source: tl.tensor, target: tl.tensor, count: tl.int64, COLS: tl.constexpr) -> None:
+    """Copy `count` integers to int64 words."""
+    for c in range(0, count, COLS):
+        at = c + tl.arange(0, COLS)
+        tl.store(target + at, tl.load(source + at, at < count, 0).to(tl.int64), at < count)
+
+
+@triton.jit(do_not_specialize=PACK_ARGS, do_not_specialize_on_alignment=PACK_ARGS)
+def pack_kernel(
+    state: tl.tensor, ring: tl.tensor, lens: tl.tensor, qo: tl.tensor, kv: tl.tensor,
+    mi: tl.tensor, sizes: tl.tensor, mask: tl.tensor, tokens: tl.tensor, parents: tl.tensor,
+    positions: tl.tensor, slots: tl.tensor, lanes: tl.int32, w: tl.int32, steps: tl.int32,
+    words: tl.int32, numel: tl.int64, at_qo: tl.int32, at_kv: tl.int32, at_mi: tl.int32,
+    at_lens: tl.int32, at_sizes: tl.int32, at_tokens: tl.int32, at_parents: tl.int32,
+    at_positions: tl.int32, at_slots: tl.int32, at_bits: tl.int32, row_words: tl.int32,
+    HAS: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid (lanes, row blocks): rows of one request; program (0, 0) writes what is per request."""
+    lane = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1).to(tl.int64)
+    number = tl.load(state)
+    slot = ring + (number % steps) * words
+    if lane + block == 0:
+        _move(lens, slot + at_lens, lanes, 64)
+        if HAS & cQO:
+            _move(qo, slot + at_qo, lanes + 1, 64)
+        if HAS & cKV:
+            _move(kv, slot + at_kv, lanes + 1, 64)
+        if HAS & cMI:
+            _move(mi, slot + at_mi, lanes + 1, 64)
+        if HAS & cSIZES:
+            _move(sizes, slot + at_sizes, lanes, 64)
+    row = block * ROWS + tl.arange(0, ROWS)
+    mine = row < w
+    at = lane * w + row
+    if HAS & cTOKENS:
+        tl.store(slot + at_tokens + at, tl.load(tokens + at, mine, 0).to(tl.int64), mine)
+    if HAS & cPARENTS:
+        tl.store(slot + at_parents + at, tl.load(parents + at, mine, 0).to(tl.int64), mine)
+    if HAS & cPOSITIONS:
+        tl.store(slot + at_positions + at, tl.load(positions + at, mine, 0).to(tl.int64), mine)
+    if HAS & cSLOTS:
+        tl.store(slot + at_slots + at, tl.load(slots + at, mine, 0).to(tl.int64), mine)
+    if HAS & cMASK:
+        s = tl.load(lens + lane).to(tl.int64)
+        rows = tl.load(qo + lane + 1).to(tl.int64) - tl.load(qo + lane).to(tl.int64)
+        begin = tl.load(mi + lane).to(tl.int64) + row * (s + rows) + s
+        for word in range(row_words):
+            column = word * 64 + tl.arange(0, 64)
+            cell = begin[:, None] + column[None, :]
+            inside = mine[:, None] & (column < w)[None, :] & (column[None, :] < rows)
+            inside = inside & (cell >= 0) & (cell < numel)
+            seen = tl.load(mask + cell, inside, 0) != 0
+            bits = tl.sum(seen.to(tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :], 1)
+            tl.store(slot + at_bits + at * row_words + word, bits, mine)
+    done = tl.atomic_add(state + 1, 1, sem="acq_rel")
+    if done == tl.num_programs(0) * tl.num_programs(1) - 1:
+        tl.store(slot, number + 1)
+        tl.store(state + 1, tl.zeros([], tl.int64))
+        tl.store(state, number + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One bound launch. `kinds` says what it writes, for `Ring.note`."""
+
+    launch: Callable[[], None]
+    kinds: dict[str, tuple[str, tuple[int, ...]]]
+    keep: tuple[Any, ...] = ()
+
+
+class Packer:
+    """Binds pack launches to a pinned `Ring` (`recorder.ring`) of one device."""
+
+    def __init__(self, ring: Any, device: str | torch.device = "cuda") -> None:
+        self.ring = ring
+        self.state = torch.zeros(2, dtype=torch.int64, device=torch.device(device))
+
+    def reset(self) -> None:
+        """Forget steps packed by warm-up and capture. Not capturable."""
+        self.state.zero_()
+        self.ring.restart()
+
+    def bind(self, buffers: Buffers, bs: int, lanes: int, w: int) -> Pack:
+        """Bind the arrays of a launch: `lanes` requests of `w` rows, `bs` of them live.
+
+        Compiles on first use of a kind: call before capture. Raises UsageError for a launch that
+        does not fit into a slot of the ring.
+        """
+        if not self.ring.fits(lanes, w):
+            raise UsageError(
+                f"a ring for {self.ring.lanes} requests of {self.ring.w} rows was expected to "
+                f"hold the step, found {lanes} of {w}; make the ring larger."
+            )
+        has = {name for name in HAS if getattr(buffers, name) is not None}
+        if not {"mask", "qo_indptr", "mask_indptr"} <= has:
+            has.discard("mask")
+        places = {path: begin for path, (begin, _) in self.ring.places.items()}
+        tensors = [_flat(getattr(buffers, name), self.state) for name in _TENSORS]
+        mask = buffers.mask
+        numbers = (
+            lanes, w, self.ring.steps, self.ring.words, 0 if mask is None else mask.numel(),
+            *(places[path] for path in _PLACES), -(-self.ring.w // 64),
+        )  # fmt: skip
+        rows = 32
+        launch = bind(
+            pack_kernel, (lanes, triton.cdiv(w, rows)),
+            (self.state, self.ring.tensor, *tensors, *numbers), 1,
+            HAS=sum(HAS[name] for name in has), ROWS=rows,
+        )  # fmt: skip
+        return Pack(launch, _kinds(buffers, has, bs, lanes, w), (tensors, self.ring.tensor))
+
+
+_TENSORS = (
+    "lens", "qo_indptr", "kv_indptr", "mask_indptr", "sizes", "mask", "tokens", "parents",
+    "positions", "out_cache_loc",
+)  # fmt: skip
+_PLACES = (
+    "layout.qo_indptr", "layout.kv_indptr", "layout.mask_indptr", "layout.prefix_lens",
+    "tree.sizes", "tree.tokens", "tree.parents", "positions.values", "slots.out_cache_loc",
+    "mask.tree_bits",
+)  # fmt: skip
+
+
+def _flat(tensor: Tensor, spare: Tensor) -> Tensor:
+    """The tensor, bool as bytes; `spare` where there is none."""
+    if tensor is None:
+        return spare
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _kinds(
+    buffers: Buffers, has: set[str], bs: int, lanes: int, w: int
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of each field as a Step holds it."""
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "qo_indptr": ("layout.qo_indptr", (lanes + 1,)),
+        "kv_indptr": ("layout.kv_indptr", (lanes + 1,)),
+        "mask_indptr": ("layout.mask_indptr", (lanes + 1,)),
+        "sizes": ("tree.sizes", (bs,)),
+        "tokens": ("tree.tokens", (bs, w)),
+        "parents": ("tree.parents", (bs, w)),
+        "positions": ("positions.values", (lanes * w,)),
+        "out_cache_loc": ("slots.out_cache_loc", (lanes * w,)),
+    }
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {
+        "layout.prefix_lens": (_name(buffers.lens), (lanes,))
+    }
+    for name, (path, shape) in shapes.items():
+        if name in has:
+            kinds[path] = (_name(getattr(buffers, name)), shape)
+    if "mask" in has:
+        kinds["mask.tree_bits"] = ("uint8", (bs, w, -(-w // 8)))
+    return kinds
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

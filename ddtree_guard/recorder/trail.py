@@ -1,0 +1,164 @@
+"""The trails of the requests of one process: bounded in memory, an hour of them on disk.
+
+A request that has been idle for a while is appended to `trail_<rank>_pid<p>.jsonl` in the run
+folder and forgotten. A file that is an hour old becomes `...jsonl.old`, in place of the last one,
+so one to two hours are kept. What cannot be written is counted and kept out of memory all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddtree_guard.dump.trail import TRAIL_SCHEMA, Trail
+
+KEEP = 8192  # requests in memory
+IDLE_S = 60.0
+SPAN_S = 3600.0
+MAX_FILE = 64 << 20
+IN_DUMP = 512  # trails of a dump, the most recent ones
+
+
+@dataclass(slots=True)
+class _Tail:
+    """The run of one token that a request is in."""
+
+    token: int = -1
+    length: int = 0
+
+
+class Trails:
+    """Trails by request id, least recently used first. `lost` counts those not written."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        name: str = "TP0",
+        hide: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+        keep: int = KEEP,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`hide` redacts the JSON form of a trail before it is written."""
+        safe = re.sub(r"[^A-Za-z0-9.-]+", "-", name)
+        self.path = None if folder is None else folder / f"trail_{safe}_pid{os.getpid()}.jsonl"
+        self.hide = hide
+        self.keep = keep
+        self.clock = clock
+        self.lost = 0
+        self._live: OrderedDict[str, tuple[Trail, _Tail]] = OrderedDict()
+        self._waiting: list[Trail] = []  # pushed out, to be written by the next sweep
+        self._lock = threading.Lock()
+        self._began: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, rid: str) -> Trail | None:
+        """The trail of a request that is in memory."""
+        entry = self._live.get(rid)
+        return None if entry is None else entry[0]
+
+    def _entry(self, rid: str) -> tuple[Trail, _Tail]:
+        entry = self._live.get(rid)
+        if entry is None:
+            if len(self._live) >= self.keep:
+                self._waiting.append(self._live.popitem(last=False)[1][0])
+                self.lost += len(self._waiting) > self.keep
+                del self._waiting[: -self.keep]
+            entry = self._live[rid] = (Trail(rid, first=self.clock()), _Tail())
+        else:
+            self._live.move_to_end(rid)
+        return entry
+
+    def ran(self, rids: Sequence[str], w: int, checked: bool) -> None:
+        """A verify step of width w ran for these requests."""
+        now = self.clock()
+        with self._lock:
+            for rid in rids:
+                trail, _ = self._entry(rid)
+                trail.steps += 1
+                trail.checked += checked
+                trail.widths[w] = trail.widths.get(w, 0) + 1
+                trail.last = now
+
+    def hit(self, rids: Sequence[str], rule: str) -> None:
+        """A rule was broken in a step of these requests."""
+        with self._lock:
+            for rid in rids:
+                rules = self._entry(rid)[0].rules
+                rules[rule] = rules.get(rule, 0) + 1
+
+    def accepted(self, rid: str, tokens: Sequence[int]) -> int:
+        """A step committed these tokens. Returns the length of the run that the request is in."""
+        with self._lock:
+            trail, tail = self._entry(rid)
+            count = len(tokens)
+            trail.accept[count] = trail.accept.get(count, 0) + 1
+            for token in tokens:
+                tail.length = tail.length + 1 if token == tail.token else 1
+                tail.token = token
+                trail.run = max(trail.run, tail.length)
+            return tail.length
+
+    def taint(self, rid: str) -> None:
+        """The request's prefix holds KV of a step with a finding."""
+        with self._lock:
+            self._entry(rid)[0].tainted = True
+
+    def recent(self, count: int = IN_DUMP) -> list[dict[str, Any]]:
+        """The JSON forms of the requests that were active last, newest first."""
+        with self._lock:
+            kept = [trail for trail, _ in self._live.values()]
+            return [trail.as_json() for trail in kept[::-1][:count]]
+
+    def sweep(self, idle_s: float = IDLE_S) -> None:
+        """Write and forget the requests that have been idle for `idle_s` seconds."""
+        limit = self.clock() - idle_s
+        with self._lock:
+            idle = [rid for rid, (trail, _) in self._live.items() if trail.last <= limit]
+            gone = self._waiting + [self._live.pop(rid)[0] for rid in idle]
+            self._waiting = []
+        self._write(gone)
+
+    def _write(self, trails: Sequence[Trail]) -> None:
+        """Append to the file; what fails is counted in `lost` and never raised."""
+        if not trails or self.path is None:
+            return
+        values = [trail.as_json() for trail in trails]
+        if self.hide is not None:
+            values = [self.hide(value) for value in values]
+        redacted = self.hide is not None
+        lines = [{"schema": TRAIL_SCHEMA, "redacted": redacted, "request": v} for v in values]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        try:
+            self._append(self.path, text.encode())
+        except OSError:
+            self.lost += len(trails)
+
+    def _append(self, path: Path, data: bytes) -> None:
+        for folder in (path.parent.parent, path.parent):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        now = self.clock()
+        if self._began is not None and now - self._began >= SPAN_S:
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(path, path.with_name(f"{path.name}.old"))
+            self._began = None
+        if self._began is None:
+            self._began = now
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if os.fstat(descriptor).st_size + len(data) > MAX_FILE:
+                raise OSError("the trail file is full")
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)

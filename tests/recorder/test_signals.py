@@ -1,0 +1,133 @@
+"""SIGUSR2: a handled process dumps and lives on; one without a handler is left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddtree_guard import cli
+from ddtree_guard.dump.find import find_dumps
+from ddtree_guard.dump.read import Dump
+from ddtree_guard.errors import IncompatibleError, UsageError
+from ddtree_guard.recorder import signals
+
+SERVER = """
+import signal, sys, time
+from pathlib import Path
+from ddtree_guard.config import Config
+from ddtree_guard.dump.write import DumpWriter
+from ddtree_guard.recorder import Recorder
+from ddtree_guard.testing.steps import sound_step
+signal.signal(signal.SIGUSR2, lambda *_: print("theirs", flush=True))
+config = Config(dump_dir=Path(sys.argv[1]), redact=False)
+recorder = Recorder(config, DumpWriter("run", config))
+recorder.step(sound_step(1).replace(who__step_id=41))
+recorder.start(on_signal=True)
+print("ready", flush=True)
+n = 42
+while True:
+    recorder.step(sound_step(2).replace(who__step_id=n))
+    n += 1
+    time.sleep(0.002)
+"""
+BARE = "import time\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)"
+
+
+def start(code: str, *args: str) -> "subprocess.Popen[str]":
+    env = {"PYTHONPATH": ":".join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True, env=env
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.fixture
+def bare() -> Iterator["subprocess.Popen[str]"]:
+    process = start(BARE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_running_process_dumps_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start(SERVER, str(tmp_path))
+    try:
+        assert cli.main(["dump", "--pid", str(process.pid)]) == 0
+        assert f"asked process {process.pid}" in capsys.readouterr().out
+        for _ in range(2400):
+            if find_dumps(tmp_path):
+                break
+            time.sleep(0.025)
+        (path,) = find_dumps(tmp_path)
+        assert Dump(path).trigger["kind"] == "signal"
+        assert 41 in Dump(path).step_ids()
+        assert process.poll() is None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "theirs\n"  # the handler that was there ran as well
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_without_a_handler_is_refused_and_lives(
+    bare: "subprocess.Popen[str]", capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["dump", "--pid", str(bare.pid)]) == 3
+    assert "would end it, so it was left alone" in capsys.readouterr().err
+    time.sleep(0.1)
+    assert bare.poll() is None
+
+
+def test_that_process_would_have_died(bare: "subprocess.Popen[str]") -> None:
+    os.kill(bare.pid, signal.SIGUSR2)
+    assert bare.wait() == -signal.SIGUSR2
+
+
+@pytest.mark.parametrize("pid", ["0", "-1", "4194305"])
+def test_no_such_process_is_a_sentence(pid: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["dump", f"--pid={pid}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_status_without_the_mask_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "status").write_text("Name:\tx\n")
+    with pytest.raises(IncompatibleError, match="SigCgt was expected"):
+        signals.catches(7, tmp_path)
+    with pytest.raises(UsageError, match="no process with id 8"):
+        signals.catches(8, tmp_path)
+
+
+def test_installing_chains_and_can_be_undone() -> None:
+    calls: list[str] = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: calls.append("before"))
+    try:
+        undo = signals.install(lambda: calls.append("ours"))
+        assert signals.catches(os.getpid())
+        signal.raise_signal(signal.SIGUSR2)
+        assert calls == ["ours", "before"]
+        assert undo()
+        signal.raise_signal(signal.SIGUSR2)
+        assert calls == ["ours", "before", "before"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_handler_that_came_after_ours_is_left_in_place() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        undo = signals.install(lambda: None)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        assert not undo()
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, before)
