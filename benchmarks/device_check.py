@@ -10,6 +10,7 @@ is the difference between replays of a graph with k checks and without, divided 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import time
@@ -31,8 +32,18 @@ from ddtree_guard.device.operands import Operands, Tile, bind
 
 BATCHES, WIDTHS, CONTEXTS = (1, 8, 32, 128), (8, 17, 65, 257), (1024, 32768)
 L2_BYTES = 64 << 20
-TUNE = ((8, 17, 32768), (8, 65, 32768), (32, 257, 32768))
-TILES = [Tile(rows, warps) for rows in (4, 8, 16, 32) for warps in (1, 2, 4, 8)]
+TUNE = ((8, 17, 32768), (8, 65, 32768), (32, 257, 1024), (32, 257, 32768))
+BASE = {"rows": 4, "words": 32, "pair_rows": 4, "pair_cols": 32, "warps": 4}
+CHANGES = {
+    "rows,words": [(1, 32), (2, 16), (2, 32), (4, 16), (8, 16), (8, 32), (16, 32), (16, 8)],
+    "pair_rows,pair_cols": [(1, 128), (2, 128), (4, 64), (4, 128), (8, 32), (8, 64), (16, 32)],
+    "warps": [(1,), (2,), (8,)],
+}
+TILES = [Tile(**BASE)] + [
+    Tile(**(BASE | dict(zip(names.split(","), values, strict=True))))
+    for names, choices in CHANGES.items()
+    for values in choices
+]
 
 
 def empty_kernel() -> Any:
@@ -63,7 +74,7 @@ class Floors:
         us = min(gpu_us(lambda: target.copy_(source), 10))
         self.bytes_per_us = 2 * source.numel() / us
         args: tuple[Any, ...] = (check.state,) * 19 + (1,) * (len(VERIFY_ARGS) - 19)
-        meta = {"HAS": 0, "LANES": 1, "ROWS": 1, "COLS": 1, "WIDE": 1}
+        meta = dict.fromkeys(verify_kernel.arg_names[len(VERIFY_ARGS) :], 1)
         kernel = empty_kernel()
 
         def bare() -> None:
@@ -186,7 +197,8 @@ def tune(check: DeviceCheck) -> list[dict[str, Any]]:
     for (bs, w, context), tile in itertools.product(TUNE, TILES):
         launches = [o.launch for o in _operand_sets(bs, w, context, Depth.FAST, check, tile)]
         times = spread(graph_us(launches))
-        found.append({"bs": bs, "w": w, "tile": [tile.rows, tile.warps], "gpu_us": times})
+        size = {"bs": bs, "w": w, "context": context}
+        found.append({**size, "tile": dataclasses.asdict(tile), "gpu_us": times})
         print(found[-1], flush=True)
     return found
 

@@ -14,13 +14,16 @@ from ddtree_guard.device.protocol import (
     cLINKS,
     cM1,
     cM2,
+    cM3,
     cM4,
     cM6,
     cMAJOR,
+    cONES,
     cOUT,
     cT2,
     cT4,
     cTREE,
+    cWORDS_OK,
     flag,
     load_wide,
 )
@@ -58,6 +61,52 @@ def judge_prefix(
             solid += tl.sum((cells == 1).to(tl.int32), axis=1)[:, None].to(tl.int64)
         wrong |= ends & (solid != s)
     return flag(wrong, cM1), total
+
+
+@triton.jit
+def not_solid(
+    mask: tl.tensor, edge: tl.tensor, s: tl.tensor, piece: tl.tensor, HAS: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Full depth: whether a piece of a row's s prefix cells, the first and last eight with it,
+    holds anything but ones. The caller has checked that the row lies inside the buffer.
+    """
+    at = tl.arange(0, 16)
+    at = tl.where(at < 8, at, s - 16 + at)
+    ends = tl.load(mask + edge + at, mask=(at >= 0) & (at < s), other=1)
+    bad = tl.max((ends != 1).to(tl.int32))
+    if HAS & cWORDS_OK:
+        first = (edge // 16) * 2 + piece * WIDE
+        word = tl.multiple_of(first, 2) + tl.arange(0, WIDE)
+        whole = (word * 8 >= edge) & (word * 8 + 8 <= edge + s)
+        words = tl.multiple_of(mask.to(tl.pointer_type(tl.int64)), 16)
+        cells = tl.load(words + word, mask=whole, other=cONES)
+        bad |= tl.max((cells != cONES).to(tl.int32))
+    else:
+        cols = piece * WIDE + tl.arange(0, WIDE)
+        cells = tl.load(mask + edge + cols, mask=cols < s, other=1)
+        bad |= tl.max((cells != 1).to(tl.int32))
+    return bad != 0
+
+
+@triton.jit
+def judge_row(
+    mask: tl.tensor, begin: tl.tensor, row: tl.tensor, s: tl.tensor, w: tl.tensor,
+    depths: tl.tensor, mask_numel: tl.tensor, WIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Cold: M1 and M3 of one row of a node, at the builder's own mask offset."""
+    edge = begin + row * (s + w)
+    readable = readable_rows(row, w, s, begin, mask_numel)
+    solid = s * 0
+    total = s * 0
+    for at in range(0, tl.where(readable, s + w, 0), WIDE):
+        cols = at + tl.arange(0, WIDE)
+        cells = tl.load(mask + edge + cols, mask=cols < s + w, other=0).to(tl.int32)
+        total += tl.sum(cells, axis=0)
+        solid += tl.sum(((cells == 1) & (cols < s)).to(tl.int32), axis=0)
+    depth = tl.load(depths + tl.program_id(0) * w + row).to(tl.int64)
+    bits = flag(readable & (solid != s), cM1)
+    return bits | flag(readable & (total != s + depth + 1), cM3)
 
 
 @triton.jit
@@ -191,7 +240,7 @@ def filter_pairs(
             side = tl.load(sibling + at, mask=inside, other=0).to(tl.int32)
             twin |= (side - cols - 1).to(tl.uint32) >= (rows - cols).to(tl.uint32)
         if HAS & cMAJOR:
-            twin |= load_wide(parents, first + rows - 1, rows > 0).to(tl.int32) != parent
+            twin |= load_wide(parents, first + rows - 1, (rows > 0) & (rows < w)).to(tl.int32) != parent
         bad = kin & twin
     if HAS & cOUT:
         bad |= earlier & (tl.load(out + at, mask=inside, other=-9).to(tl.int32) == slot)

@@ -22,6 +22,8 @@ from ddtree_guard.device.cells import (
     judge_mask,
     judge_pairs,
     judge_prefix,
+    judge_row,
+    not_solid,
     readable_rows,
 )
 from ddtree_guard.device.protocol import (
@@ -126,18 +128,17 @@ def _row_program(
             hidden, _ = judge_prefix(mask, start, rows, s, w, node, readable, HAS, WIDE)
             flags |= hidden & enabled
         current = tl.load(state + 1) % 4
-        report_lane(slots, current, head, lane, w1_row, w)
-        report(slots, current, lane, rows, flags)
+        report_lane(slots, current, head, lane, w1_row, w, enabled)
+        report(slots, current, lane, rows, flags, enabled)
     if (lane == 0) & (block == 0):
-        begin_step(state, slots, bs, host_bits & enabled, host_lane, host_row, host_extent, w)
+        begin_step(state, slots, bs, host_bits, host_lane, host_row, host_extent, w, enabled)
 
 
 @triton.jit
 def _mask_program(
-    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, kv: tl.tensor,
-    mi: tl.tensor, mask: tl.tensor, parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor,
-    kvi: tl.tensor, block: tl.tensor, blocks: tl.tensor, w: tl.tensor, pad_rows: tl.tensor,
-    enabled: tl.tensor, pool: tl.tensor, mask_numel: tl.tensor, kvi_numel: tl.tensor,
+    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, mi: tl.tensor,
+    mask: tl.tensor, parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor, block: tl.tensor,
+    w: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor, mask_numel: tl.tensor,
     HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -153,40 +154,22 @@ def _mask_program(
     linked = node & (parent >= 0) & (parent < rows)
     up = tl.where(linked, parent, 0).to(tl.int32)
     doubt = _mask_doubt(
-        rows, s, w, up, linked, node, inside, start, mask, pad_rows, mask_numel, HAS, COLS, WIDE
+        rows, s, w, up, linked, node, inside, start, mask, pad_rows, mask_numel, HAS, COLS
     )
-    if (HAS & cKVI) and (HAS & cFULL):
-        stray = count_stray_kv(lane, block, blocks, kv, kvi, kvi_numel, pool, WIDE) > 0
-        if stray:
-            report_lane(slots, tl.load(state + 1) % 4, (lane * 0 + cK1) & enabled, lane, lane, w)
     if tl.max((doubt != 0).to(tl.int32)) != 0:
         begin = builder_offset(lens, lane, w, LANES)
         flags = _mask_flags(
-            first,
-            rows,
-            s,
-            w,
-            up,
-            linked,
-            node,
-            inside,
-            begin,
-            mask,
-            depths,
-            pad_rows,
-            mask_numel,
-            HAS,
-            COLS,
-            WIDE,
-        )
-        report(slots, tl.load(state + 1) % 4, lane, rows, flags & enabled)
+            first, rows, s, w, up, linked, node, inside, begin, mask, depths, pad_rows, mask_numel,
+            HAS, COLS, WIDE,
+        )  # fmt: skip
+        report(slots, tl.load(state + 1) % 4, lane, rows, flags, enabled)
 
 
 @triton.jit
 def _mask_doubt(
     rows: tl.tensor, s: tl.tensor, w: tl.tensor, up: tl.tensor, linked: tl.tensor, node: tl.tensor,
     inside: tl.tensor, start: tl.tensor, mask: tl.tensor, pad_rows: tl.tensor,
-    mask_numel: tl.tensor, HAS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+    mask_numel: tl.tensor, HAS: tl.constexpr, COLS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Per cell; 0 everywhere means that no rule about the mask is broken in these rows."""
     readable = readable_rows(rows, w, s, start, mask_numel) & inside
@@ -197,11 +180,7 @@ def _mask_doubt(
         doubt = filter_words(mask, start + s, rows, up, w, s + w, linked, judged, diagonal_on, COLS)
     else:
         doubt = filter_bytes(mask, start + s, rows, up, w, s + w, linked, judged, diagonal_on, COLS)
-    doubt |= (inside & (judged == 0)).to(tl.int32)
-    if HAS & cFULL:
-        hidden, prefix = judge_prefix(mask, start, rows, s, w, node, readable, HAS, WIDE)
-        doubt |= hidden | (node & readable & (prefix != s)).to(tl.int32)
-    return doubt
+    return doubt | (inside & (judged == 0)).to(tl.int32)
 
 
 @triton.jit
@@ -253,24 +232,14 @@ def _pair_program(
         slot = load_wide(out, first + rows, rows < w)
     # A row without a node gets keys that match nothing.
     parent32 = tl.where(node, parent.to(tl.int32), -7)
+    token32 = token.to(tl.int32)
     slot32 = tl.where(inside & (slot != reserved), slot.to(tl.int32), -7 - rows)
     doubt = tl.zeros([ROWS, COLS], tl.int32)
     last = tl.minimum(w, (block + 1) * ROWS)
     for c in range(0, last, COLS):
         cols = c + tl.arange(0, COLS)[None, :]
         doubt |= filter_pairs(
-            first,
-            rows,
-            cols,
-            w,
-            parent32,
-            token.to(tl.int32),
-            slot32,
-            parents,
-            tokens,
-            sibling,
-            out,
-            HAS,
+            first, rows, cols, w, parent32, token32, slot32, parents, tokens, sibling, out, HAS
         )
     if tl.max(doubt) != 0:
         flags = tl.zeros([ROWS, COLS], tl.int32)
@@ -283,8 +252,40 @@ def _pair_program(
             linked = node & (parent >= 0) & (parent < rows)
             up = tl.where(linked, parent, 0).to(tl.int32)
             flags |= judge_chains(first, rows, w, up, linked, child, sibling)
-        flags = tl.where(inside, flags, 0) & enabled
-        report(slots, tl.load(state + 1) % 4, lane, rows, flags)
+        flags = tl.where(inside, flags, 0)
+        report(slots, tl.load(state + 1) % 4, lane, rows, flags, enabled)
+
+
+@triton.jit
+def _prefix_program(
+    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, kv: tl.tensor,
+    mi: tl.tensor, mask: tl.tensor, depths: tl.tensor, sizes: tl.tensor, kvi: tl.tensor,
+    part: tl.tensor, parts: tl.tensor, w: tl.tensor, enabled: tl.tensor, pool: tl.tensor,
+    mask_numel: tl.tensor, kvi_numel: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Full depth: every `parts`th piece of the lane's prefix cells, and of its KV slots."""
+    lane = tl.program_id(0).to(tl.int64)
+    live = lane < tl.load(live_count).to(tl.int64)
+    if HAS & cMASK:
+        s = tl.load(lens + lane).to(tl.int64)
+        start = tl.load(mi + lane).to(tl.int64)
+        size = tl.minimum(tl.maximum(tl.load(sizes + lane).to(tl.int64), 0), w)
+        sane = live & (s > 0) & (s <= mask_numel) & (start >= 0) & (start <= mask_numel)
+        piece = WIDE * 8 if HAS & cWORDS_OK else WIDE
+        pieces = (tl.where(sane, s, 0) + 16 + piece - 1) // piece
+        for item in range(part, tl.where(sane, size, 0) * pieces, parts):
+            row = item // pieces
+            edge = start + row * (s + w)
+            if edge + s + w <= mask_numel:  # the mask programs report rows that are cut off
+                if not_solid(mask, edge, s, item - row * pieces, HAS, WIDE):
+                    begin = builder_offset(lens, lane, w, LANES)
+                    bits = judge_row(mask, begin, row, s, w, depths, mask_numel, WIDE)
+                    report(slots, tl.load(state + 1) % 4, lane, row, bits, enabled)
+    if HAS & cKVI:
+        if count_stray_kv(lane, part, parts, kv, kvi, kvi_numel, pool, WIDE) > 0:
+            if live:
+                report(slots, tl.load(state + 1) % 4, lane, part * 0, part * 0 + cK1, enabled)
 
 
 # One compiled kernel serves every size and address.
@@ -309,15 +310,16 @@ def verify_kernel(
     host_extent: tl.int32, len_max: tl.int64, vocab: tl.int64, pool: tl.int64, reserved: tl.int64,
     mask_numel: tl.int64, kvi_numel: tl.int64, pad_len: tl.int64, pad_position: tl.int64,
     pad_slot: tl.int64, HAS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, WIDE: tl.constexpr,
+    COLS: tl.constexpr, PAIR_ROWS: tl.constexpr, PAIR_COLS: tl.constexpr, WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rules of the build site. Grid (lanes, ceil(w / ROW_BLOCK) + 2 * ceil(w / ROWS)).
+    """Rules of the build site. Grid (lanes, `programs_per_lane`).
 
-    By their second index programs judge rows, mask cells, or pairs of rows. `operands.Buffers` has
-    the shapes of the arrays.
+    By their second index programs judge rows, mask cells, pairs of rows, or pieces of the prefix.
+    `operands.Buffers` has the shapes of the arrays.
     """
     row_blocks = (w + cROW_BLOCK - 1) // cROW_BLOCK
     blocks = (w + ROWS - 1) // ROWS
+    pair_blocks = (w + PAIR_ROWS - 1) // PAIR_ROWS
     part = tl.program_id(1)
     if part < row_blocks:
         _row_program(
@@ -330,12 +332,17 @@ def verify_kernel(
     elif part < row_blocks + blocks:
         if HAS & cMASK:
             _mask_program(
-                state, slots, live_count, lens, kv, mi, mask, parents, depths, sizes, kvi,
-                part - row_blocks, blocks, w, pad_rows, enabled, pool, mask_numel, kvi_numel, HAS,
-                LANES, ROWS, COLS, WIDE,
+                state, slots, live_count, lens, mi, mask, parents, depths, sizes,
+                part - row_blocks, w, pad_rows, enabled, mask_numel, HAS, LANES, ROWS, COLS, WIDE,
             )  # fmt: skip
-    else:
+    elif part < row_blocks + blocks + pair_blocks:
         _pair_program(
             state, slots, live_count, tokens, parents, sizes, child, sibling, out,
-            part - row_blocks - blocks, w, enabled, reserved, HAS, ROWS, COLS,
+            part - row_blocks - blocks, w, enabled, reserved, HAS, PAIR_ROWS, PAIR_COLS,
+        )  # fmt: skip
+    elif HAS & cFULL:
+        before = row_blocks + blocks + pair_blocks
+        _prefix_program(
+            state, slots, live_count, lens, kv, mi, mask, depths, sizes, kvi, part - before,
+            tl.num_programs(1) - before, w, enabled, pool, mask_numel, kvi_numel, HAS, LANES, WIDE,
         )  # fmt: skip

@@ -83,21 +83,28 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows per program that judges cells, and warps per program."""
+    """Per program: mask rows and words of four cells a pass, rows and columns of pairs; warps."""
 
     rows: int = 16
+    words: int = 32
+    pair_rows: int = 16
+    pair_cols: int = 32
     warps: int = 4
 
 
-COLS = 32  # columns, or words of four mask cells, per pass: one a lane of a warp
+WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
 
 
 def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
     """Rows and warps for a width; found by `benchmarks/device_check.py --tune`."""
-    if depth is Depth.FULL:
-        return Tile(8, 8)
     # Small batches leave the device empty: then more programs with fewer rows are faster.
-    return Tile(4, 4) if lanes * w <= 1024 else Tile(16, 4)
+    return Tile(4, 32, 4) if lanes * w <= 1024 else Tile()
+
+
+def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
+    """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
+    parts = sum(triton.cdiv(w, rows) for rows in (ROW_BLOCK, tile.rows, tile.pair_rows))
+    return parts + min(triton.cdiv(cells, 8 * WIDE * lanes), max(1, 2048 // lanes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ class Operands:
 
 
 def bind(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, **meta: Any) -> Any:
-    """A zero-argument launch of `kernel`, compiled now. Tensors must outlive it.
+    """A zero-argument launch of `kernel`, compiled now, that keeps its tensors alive.
 
     On CUDA the compiled kernel is called directly with raw addresses: Triton's own launch path
     looks up specialisations in Python on each call, which costs more than the launch.
@@ -125,7 +132,8 @@ def bind(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, 
     tail = (*head, *raw, *(meta[name] for name in kernel.arg_names[len(args) :]))
     index = args[0].device.index or 0
     stream, (x, y) = torch._C._cuda_getCurrentRawStream, grid
-    return lambda: run(x, y, 1, stream(index), *tail)
+    # `keep`: the addresses in `tail` are valid only while somebody holds their tensors.
+    return lambda keep=args: run(x, y, 1, stream(index), *tail)
 
 
 def verify_operands(
@@ -148,11 +156,13 @@ def verify_operands(
         0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
         pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),
     )  # fmt: skip
-    grid = (shape.lanes, triton.cdiv(shape.w, ROW_BLOCK) + 2 * triton.cdiv(shape.w, tile.rows))
+    whole = max(1, numbers[15], 8 * numbers[16]) if "full" in has else 0
+    grid = (shape.lanes, programs_per_lane(shape.w, shape.lanes, tile, whole))
     launch = bind(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps,
         HAS=sum(HAS_BITS[name] for name in has),
-        LANES=32 if shape.lanes <= 32 else MAX_LANES, ROWS=tile.rows, COLS=COLS, WIDE=1024,
+        LANES=32 if shape.lanes <= 32 else MAX_LANES, ROWS=tile.rows, COLS=tile.words,
+        PAIR_ROWS=tile.pair_rows, PAIR_COLS=tile.pair_cols, WIDE=WIDE,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 
@@ -272,7 +282,7 @@ def _present(buffers: Buffers, shape: Shape) -> set[str]:
         has.add("tree")
         if buffers.mask is not None and buffers.mask_indptr is not None:
             has.add("mask")
-            if buffers.mask.data_ptr() % 4 == 0:
+            if buffers.mask.data_ptr() % 16 == 0:
                 has.add("words")
         if all(part is not None for part in links):
             has.add("links")
