@@ -240,7 +240,9 @@ def filter_pairs(
             side = tl.load(sibling + at, mask=inside, other=0).to(tl.int32)
             twin |= (side - cols - 1).to(tl.uint32) >= (rows - cols).to(tl.uint32)
         if HAS & cMAJOR:
-            twin |= load_wide(parents, first + rows - 1, (rows > 0) & (rows < w)).to(tl.int32) != parent
+            twin |= (
+                load_wide(parents, first + rows - 1, (rows > 0) & (rows < w)).to(tl.int32) != parent
+            )
         bad = kin & twin
     if HAS & cOUT:
         bad |= earlier & (tl.load(out + at, mask=inside, other=-9).to(tl.int32) == slot)
