@@ -66,7 +66,7 @@ def launch_all(device: str) -> int:
 
 
 def _varied(step: Step) -> Step:
-    """Two of the sizes with the branches of sorted trees, masked pad rows and three position sections."""
+    """Two of the sizes with sorted trees, masked pad rows and three position sections."""
     if step.w == 17:
         return step
     contract = dataclasses.replace(step.contract, depth_major=True, pad_rows="masked")

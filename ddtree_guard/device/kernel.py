@@ -277,15 +277,17 @@ def _prefix_program(
         for item in range(part, tl.where(sane, size, 0) * pieces, parts):
             row = item // pieces
             edge = start + row * (s + w)
-            if edge + s + w <= mask_numel:  # the mask programs report rows that are cut off
+            # Not a single `if`: cells are read only where the row lies inside the buffer. The mask
+            # programs report rows that do not.
+            if edge + s + w <= mask_numel:  # noqa: SIM102
                 if not_solid(mask, edge, s, item - row * pieces, HAS, WIDE):
                     begin = builder_offset(lens, lane, w, LANES)
                     bits = judge_row(mask, begin, row, s, w, depths, mask_numel, WIDE)
                     report(slots, tl.load(state + 1) % 4, lane, row, bits, enabled)
     if HAS & cKVI:
-        if count_stray_kv(lane, part, parts, kv, kvi, kvi_numel, pool, WIDE) > 0:
-            if live:
-                report(slots, tl.load(state + 1) % 4, lane, part * 0, part * 0 + cK1, enabled)
+        stray = count_stray_kv(lane, part, parts, kv, kvi, kvi_numel, pool, WIDE)
+        if live & (stray > 0):
+            report(slots, tl.load(state + 1) % 4, lane, part * 0, part * 0 + cK1, enabled)
 
 
 # One compiled kernel serves every size and address.

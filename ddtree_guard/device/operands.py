@@ -103,8 +103,9 @@ def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
 
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
     """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
-    parts = sum(triton.cdiv(w, rows) for rows in (ROW_BLOCK, tile.rows, tile.pair_rows))
-    return parts + min(triton.cdiv(cells, 8 * WIDE * lanes), max(1, 2048 // lanes))
+    parts = sum(-(-w // rows) for rows in (ROW_BLOCK, tile.rows, tile.pair_rows))
+    pieces = -(-cells // (8 * WIDE * lanes))
+    return parts + min(pieces, max(1, 2048 // lanes))
 
 
 @dataclass(frozen=True, slots=True)
