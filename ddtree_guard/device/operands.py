@@ -83,13 +83,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Per program: mask rows and words of four cells a pass, rows and columns of pairs; warps."""
+    """Per program: words of four mask cells, side of a square of pairs of rows, warps, and most
+    registers a thread (0: as many as the compiler likes).
+    """
 
-    rows: int = 16
-    words: int = 32
-    pair_rows: int = 16
-    pair_cols: int = 32
+    items: int = 1024
+    pair: int = 64
     warps: int = 4
+    registers: int = 0
 
 
 WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
@@ -98,14 +99,15 @@ WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
 def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
     """Rows and warps for a width; found by `benchmarks/device_check.py --tune`."""
     # Small batches leave the device empty: then more programs with fewer rows are faster.
-    return Tile(4, 32, 4) if lanes * w <= 1024 else Tile()
+    return Tile(256, 32) if lanes * w <= 1024 else Tile()
 
 
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
     """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
-    parts = sum(-(-w // rows) for rows in (ROW_BLOCK, tile.rows, tile.pair_rows))
+    rows, items = -(-w // ROW_BLOCK), -(-w * -(-w // 4) // tile.items)
+    across = -(-w // tile.pair)
     pieces = -(-cells // (8 * WIDE * lanes))
-    return parts + min(pieces, max(1, 2048 // lanes))
+    return rows + items + across * (across + 1) // 2 + min(pieces, max(1, 2048 // lanes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,10 @@ class Operands:
     bytes_read: int = 0
 
 
-def bind(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, **meta: Any) -> Any:
+def bind(
+    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int,
+    registers: int = 0, **meta: Any,
+) -> Any:  # fmt: skip
     """A zero-argument launch of `kernel`, compiled now, that keeps its tensors alive.
 
     On CUDA the compiled kernel is called directly with raw addresses: Triton's own launch path
@@ -126,7 +131,8 @@ def bind(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, 
     """
     if not hasattr(kernel, "device_caches"):  # the interpreter
         return lambda: kernel[grid](*args, **meta)
-    compiled = kernel.warmup(*args, grid=grid, num_warps=warps, **meta)
+    options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
+    compiled = kernel.warmup(*args, grid=grid, **options, **meta)
     run = compiled.run  # loads the module; `function` is set after that
     head = (compiled.function, compiled.packed_metadata, None, None, None)
     raw = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
@@ -160,10 +166,10 @@ def verify_operands(
     whole = max(1, numbers[15], 8 * numbers[16]) if "full" in has else 0
     grid = (shape.lanes, programs_per_lane(shape.w, shape.lanes, tile, whole))
     launch = bind(
-        verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps,
+        verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
-        LANES=32 if shape.lanes <= 32 else MAX_LANES, ROWS=tile.rows, COLS=tile.words,
-        PAIR_ROWS=tile.pair_rows, PAIR_COLS=tile.pair_cols, WIDE=WIDE,
+        LANES=32 if shape.lanes <= 32 else MAX_LANES, ITEMS=tile.items,
+        PAIR=tile.pair, WIDE=WIDE,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 

@@ -47,6 +47,7 @@ HAS_BITS = {
 # Kernels see globals as constexpr; the interpreter runs plain Python and wants plain integers.
 _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
 cMAGIC, cWORDS, cRADIX = _constant(MAGIC), _constant(WORDS), _constant(ROW_RADIX)
+cCOLD_ROWS, cCOLD_COLS = _constant(16), _constant(32)
 cROW_BLOCK, cONES = _constant(ROW_BLOCK), _constant(0x0101_0101_0101_0101)
 cNONE, cRULES = _constant(NO_OFFENDER), _constant(len(BITS))
 cW1, cW2, cW3, cW4, cW8 = (_constant(BITS[n]) for n in ("W1", "W2", "W3", "W4", "W8"))
@@ -72,6 +73,18 @@ cPAD_LEN, cPAD_SLOT, cPAD_POS, cOUTCOME, cWORDS_OK = (
 def load_wide(pointer: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """Load integers as int64; 0 where not inside."""
     return tl.load(pointer + at, mask=inside, other=0).to(tl.int64)
+
+
+@triton.jit
+def load_low(
+    pointer: tl.tensor, at: tl.tensor, inside: tl.tensor, other: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """The low 32 bits of integers; `other` where not inside. For filters: half the registers."""
+    if pointer.dtype.element_ty.primitive_bitwidth == 64:
+        low = tl.load(pointer.to(tl.pointer_type(tl.int32)) + at * 2, mask=inside, other=other)
+    else:
+        low = tl.load(pointer + at, mask=inside, other=other).to(tl.int32)
+    return low
 
 
 @triton.jit
@@ -118,13 +131,16 @@ def report_lane(
 
 @triton.jit
 def begin_step(
-    state: tl.tensor, slots: tl.tensor, bs: tl.tensor, host_bits: tl.tensor, host_lane: tl.tensor,
-    host_row: tl.tensor, host_extent: tl.tensor, w: tl.tensor, enabled: tl.tensor,
+    state: tl.tensor, slots: tl.tensor, closed: tl.tensor, launches: tl.tensor, bs: tl.tensor,
+    host_bits: tl.tensor, host_lane: tl.tensor, host_row: tl.tensor, host_extent: tl.tensor,
+    w: tl.tensor, enabled: tl.tensor,
 ) -> None:  # fmt: skip
-    """Say that the step has begun, and report what the host saw when it built the operands."""
-    closed = tl.load(state + 1)
+    """Say that the step has begun, and report what the host saw when it built the operands.
+
+    `closed` and `launches` are words 1 and 2 of `state`, loaded with everything else.
+    """
     tl.store(state, closed + 1)
-    tl.store(state + 2, tl.load(state + 2) + 1)
+    tl.store(state + 2, launches + 1)
     tl.store(slots + (closed % 4) * cWORDS + 4, bs)
     if host_bits != 0:
         bits = host_bits.to(tl.int64)
