@@ -203,7 +203,7 @@ def _row_report(
 ) -> None:  # fmt: skip
     """Cold: the whole-row rules of one row."""
     bits = judge_row(mask, begin, row, s, w, depths, mask_numel, WIDE)
-    rows = tl.arange(0, 16) * 0 + row.to(tl.int32)
+    rows = tl.arange(0, 16) * 0 + row
     report(slots, tl.load(state + 1) % 4, lane, rows, rows * 0 + bits, enabled)
 
 
