@@ -87,19 +87,19 @@ class Tile:
     registers a thread (0: as many as the compiler likes).
     """
 
-    items: int = 1024
-    pair: int = 64
+    items: int = 512
+    pair: int = 32
     warps: int = 4
-    registers: int = 0
+    registers: int = 64
 
 
 WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
 
 
 def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
-    """Rows and warps for a width; found by `benchmarks/device_check.py --tune`."""
-    # Small batches leave the device empty: then more programs with fewer rows are faster.
-    return Tile(256, 32) if lanes * w <= 1024 else Tile()
+    """The fastest tile on an H200, by `benchmarks/device_check.py --tune`."""
+    small = depth is Depth.FAST and lanes * w <= 1024
+    return Tile(512, 32, 8, 80) if small else Tile(512, 32, 4, 64)
 
 
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
