@@ -1,11 +1,12 @@
 """The fused Triton kernel of the build site. See `protocol` for the verdict it writes.
 
 A clean step pays for the rules about rows, one row a thread, and for filters over mask cells and
-over pairs of rows; only a program whose filter has a doubt judges exactly and reports. The three
+over pairs of rows; only a program whose filter has a doubt judges exactly and reports. The
 kinds of program run side by side, so that none waits for another's loads.
 
 Row indices are below MAX_LANES * MAX_W < 2^31 and fit 32 bits; everything read from data is
-compared and added in 64 bits.
+compared and added in 64 bits, except where a filter asks only whether values are equal or has
+checked that offsets are below 2^31.
 """
 
 from __future__ import annotations
