@@ -10,6 +10,7 @@ is the difference between replays of a graph with k checks and without, divided 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import time
@@ -31,8 +32,15 @@ from ddtree_guard.device.operands import Operands, Tile, bind
 
 BATCHES, WIDTHS, CONTEXTS = (1, 8, 32, 128), (8, 17, 65, 257), (1024, 32768)
 L2_BYTES = 64 << 20
-TUNE = ((8, 17, 32768), (8, 65, 32768), (32, 257, 32768))
-TILES = [Tile(rows, warps) for rows in (4, 8, 16, 32) for warps in (1, 2, 4, 8)]
+TUNE = ((8, 17, 32768), (8, 65, 32768), (32, 257, 1024), (32, 257, 32768))
+TILES = [
+    Tile(items, pair, warps, registers)
+    for items, pair, warps in (
+        (128, 32, 4), (256, 32, 4), (256, 16, 4), (512, 32, 4), (512, 32, 8), (1024, 32, 8),
+        (512, 64, 8), (1024, 64, 8),
+    )
+    for registers in (0, 64, 80)
+]  # fmt: skip
 
 
 def empty_kernel() -> Any:
@@ -63,17 +71,17 @@ class Floors:
         us = min(gpu_us(lambda: target.copy_(source), 10))
         self.bytes_per_us = 2 * source.numel() / us
         args: tuple[Any, ...] = (check.state,) * 19 + (1,) * (len(VERIFY_ARGS) - 19)
-        meta = {"HAS": 0, "LANES": 1, "ROWS": 1, "COLS": 1, "WIDE": 1}
+        meta = dict.fromkeys(verify_kernel.arg_names[len(VERIFY_ARGS) :], 1)
         kernel = empty_kernel()
 
         def bare() -> None:
             kernel[(1, 2)](*args, num_warps=4, **meta)
 
-        bare()
+        bare()  # Triton's own launch path: slower, for comparison only
         bound = bind(kernel, (1, 2), args, 4, **meta)
         self.empty = {"eager": gpu_us(bound, 100), "graph": graph_us([bound])}
-        self.host = host_us(bare)
-        self.host_bound = host_us(bound)
+        self.host = host_us(bound)
+        self.host_triton = host_us(bare)
 
     def us(self, count: int, mode: str) -> list[float]:
         """Floor of a launch that reads `count` bytes."""
@@ -186,7 +194,8 @@ def tune(check: DeviceCheck) -> list[dict[str, Any]]:
     for (bs, w, context), tile in itertools.product(TUNE, TILES):
         launches = [o.launch for o in _operand_sets(bs, w, context, Depth.FAST, check, tile)]
         times = spread(graph_us(launches))
-        found.append({"bs": bs, "w": w, "tile": [tile.rows, tile.warps], "gpu_us": times})
+        size = {"bs": bs, "w": w, "context": context}
+        found.append({**size, "tile": dataclasses.asdict(tile), "gpu_us": times})
         print(found[-1], flush=True)
     return found
 
@@ -233,7 +242,7 @@ def main() -> None:
     result["environment"] = environment() | {
         "copy_gb_per_s": round(floors.bytes_per_us / 1000),
         "empty_launch_us": {mode: spread(us) for mode, us in floors.empty.items()},
-        "bound_empty_launch_host_us": spread(floors.host_bound),
+        "triton_launch_host_us": spread(floors.host_triton),
         "triton_launch_args": len(VERIFY_ARGS) + 5,
     }
     done = {(r["bs"], r["w"], r["context"], r["depth"]) for r in result["rows"]}

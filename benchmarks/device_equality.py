@@ -53,7 +53,13 @@ def variant(case: Case) -> tuple[Any, ...]:
     step = case.step
     kinds = (step.tree.parents.dtype, step.mask.cells.dtype, step.layout.qo_indptr.dtype)
     path = step.outcome.accept_index.shape[1]
-    return (*map(str, kinds), case.depth, step.w <= 32, step.contract.name, (path - 1).bit_length())
+    return (
+        *map(str, kinds),
+        case.depth,
+        step.padded_bs * step.w <= 1024,
+        step.contract.name,
+        (path - 1).bit_length(),
+    )
 
 
 def run_share(seeds: list[int], device: str = "cuda") -> Tally:

@@ -20,18 +20,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import environment, write
 
 from ddtree_guard.config import Depth
 from ddtree_guard.device.from_step import StepOperands, operands_from_step
 from ddtree_guard.device.launch import DeviceCheck
+from ddtree_guard.step import Positions, Step
 from ddtree_guard.testing.steps import sound_step
 
 VALUES = (-1, -(2**31), 2**31 - 1, 2**40, -(2**62), 2**62)
 SIZES: tuple[dict[str, Any], ...] = (
     {"w": 17, "lens": (37, 21, 50), "padded_bs": 4},
     {"w": 65, "lens": (5, 0), "padded_bs": 3},
+    {"w": 3, "lens": (130, 9)},
 )
 
 
@@ -51,7 +54,7 @@ def launch_all(device: str) -> int:
     """Each array in turn, then all of them, overwritten with each hostile value."""
     launches = 0
     for sizes in SIZES:
-        step = sound_step(3, **sizes)
+        step = _varied(sound_step(3, **sizes))
         for depth in Depth:
             check = DeviceCheck(device)
             operands = operands_from_step(check, step, depth)
@@ -60,6 +63,15 @@ def launch_all(device: str) -> int:
                 for array in [*([name] for name in arrays), list(arrays)]:
                     launches += _launch(check, operands, [arrays[name] for name in array], value)
     return launches
+
+
+def _varied(step: Step) -> Step:
+    """Two of the sizes with sorted trees, masked pad rows and three position sections."""
+    if step.w == 17:
+        return step
+    contract = dataclasses.replace(step.contract, depth_major=True, pad_rows="masked")
+    values = np.tile(step.positions.values, 3)
+    return step.replace(contract=contract, positions=Positions(values=values, sections=3))
 
 
 def _integers(operands: StepOperands) -> dict[str, Any]:

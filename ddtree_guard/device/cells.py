@@ -9,19 +9,22 @@ import triton
 import triton.language as tl
 
 from ddtree_guard.device.protocol import (
-    cFULL,
     cK2,
     cLINKS,
     cM1,
     cM2,
+    cM3,
     cM4,
     cM6,
     cMAJOR,
+    cONES,
     cOUT,
     cT2,
     cT4,
     cTREE,
+    cWORDS_OK,
     flag,
+    load_low,
     load_wide,
 )
 
@@ -37,27 +40,62 @@ def readable_rows(
 
 
 @triton.jit
-def judge_prefix(
+def judge_ends(
     mask: tl.tensor, start: tl.tensor, rows: tl.tensor, s: tl.tensor, w: tl.tensor, node: tl.tensor,
-    readable: tl.tensor, HAS: tl.constexpr, WIDE: tl.constexpr,
+    readable: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """M1 of these rows, and at full depth the sum of their prefix columns."""
+    """M1 of the first and the last prefix column of these rows."""
     edge = start + rows * (s + w)
     ends = node & readable & (s > 0)
     front = tl.load(mask + edge, mask=ends, other=1)
     back = tl.load(mask + edge + s - 1, mask=ends, other=1)
-    wrong = ends & ((front != 1) | (back != 1))
-    total = (rows * 0).to(tl.int64)
-    if HAS & cFULL:
-        most = tl.max(tl.where(ends, s, 0))
-        solid = (rows * 0).to(tl.int64)
-        for at in range(0, most, WIDE):
-            cols = at + tl.arange(0, WIDE)[None, :]
-            cells = tl.load(mask + edge + cols, mask=ends & (cols < s), other=0).to(tl.int32)
-            total += tl.sum(cells, axis=1)[:, None].to(tl.int64)
-            solid += tl.sum((cells == 1).to(tl.int32), axis=1)[:, None].to(tl.int64)
-        wrong |= ends & (solid != s)
-    return flag(wrong, cM1), total
+    return flag(ends & ((front != 1) | (back != 1)), cM1)
+
+
+@triton.jit
+def not_solid(
+    mask: tl.tensor, edge: tl.tensor, s: tl.tensor, piece: tl.tensor, HAS: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Full depth: whether a piece of a row's s prefix cells, the first and last eight with it,
+    holds anything but ones. The caller has checked that the row lies inside the buffer.
+    """
+    at = tl.arange(0, 16)
+    at = tl.where(at < 8, at, s - 16 + at)
+    ends = tl.load(mask + edge + at, mask=(at >= 0) & (at < s), other=1)
+    bad = tl.max((ends != 1).to(tl.int32))
+    if HAS & cWORDS_OK:
+        first = (edge // 16) * 2 + piece * WIDE
+        word = tl.multiple_of(first, 2) + tl.arange(0, WIDE)
+        whole = (word * 8 >= edge) & (word * 8 + 8 <= edge + s)
+        words = tl.multiple_of(mask.to(tl.pointer_type(tl.int64)), 16)
+        cells = tl.load(words + word, mask=whole, other=cONES)
+        bad |= tl.max((cells != cONES).to(tl.int32))
+    else:
+        cols = piece * WIDE + tl.arange(0, WIDE)
+        cells = tl.load(mask + edge + cols, mask=cols < s, other=1)
+        bad |= tl.max((cells != 1).to(tl.int32))
+    return bad != 0
+
+
+@triton.jit
+def judge_row(
+    mask: tl.tensor, begin: tl.tensor, row: tl.tensor, s: tl.tensor, w: tl.tensor,
+    depths: tl.tensor, mask_numel: tl.tensor, WIDE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Cold: M1 and M3 of one row of a node, at the builder's own mask offset."""
+    edge = begin + row * (s + w)
+    readable = readable_rows(row, w, s, begin, mask_numel)
+    solid = s * 0
+    total = s * 0
+    for at in range(0, tl.where(readable, s + w, 0), WIDE):
+        cols = at + tl.arange(0, WIDE)
+        cells = tl.load(mask + edge + cols, mask=cols < s + w, other=0).to(tl.int32)
+        total += tl.sum(cells, axis=0)
+        solid += tl.sum(((cells == 1) & (cols < s)).to(tl.int32), axis=0)
+    depth = tl.load(depths + tl.program_id(0) * w + row).to(tl.int64)
+    bits = flag(readable & (solid != s), cM1)
+    return bits | flag(readable & (total != s + depth + 1), cM3)
 
 
 @triton.jit
@@ -65,21 +103,20 @@ def judge_mask(
     mask: tl.tensor, start: tl.tensor, rows: tl.tensor, up: tl.tensor, cols: tl.tensor,
     stride: tl.tensor, linked: tl.tensor, node: tl.tensor, readable: tl.tensor, pad_rows: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """M2, M4, M6 of a block of tree cells, and the cells."""
+    """M2, M4, M6 of a block of tree cells."""
     own = tl.load(mask + start + rows * stride + cols, mask=readable, other=0).to(tl.int32)
     seen = tl.load(mask + start + up * stride + cols, mask=readable & linked, other=0) == 1
     diagonal = cols == rows
     want = tl.where(node, seen | diagonal, (pad_rows == 1) & diagonal)
     odd = readable & (own != want.to(tl.int32))
     flags = flag(odd & node, cM2) | flag(odd & tl.where(node, diagonal, pad_rows > 0), cM4)
-    return flags | flag(readable & (own != 0) & (cols > rows), cM6), own
+    return flags | flag(readable & (own != 0) & (cols > rows), cM6)
 
 
 @triton.jit
 def judge_pairs(
-    first: tl.tensor, rows: tl.tensor, cols: tl.tensor, w: tl.tensor, parent: tl.tensor,
-    node: tl.tensor, token: tl.tensor, slot: tl.tensor, parents: tl.tensor, tokens: tl.tensor,
-    out: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr,
+    first: tl.tensor, rows: tl.tensor, cols: tl.tensor, w: tl.tensor, node: tl.tensor,
+    parents: tl.tensor, tokens: tl.tensor, out: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """T2, T4 and K2 between a block of rows and a block of earlier rows."""
     at = first + cols
@@ -87,6 +124,8 @@ def judge_pairs(
     earlier = inside & (cols < rows) & (rows < w)
     flags = (rows + cols) * 0
     if HAS & cTREE:
+        parent = load_wide(parents, first + rows, rows < w)
+        token = load_wide(tokens, first + rows, rows < w)
         kin = earlier & node & (load_wide(parents, at, inside) == parent)
         twin = (cols > 0) & (load_wide(tokens, at, inside) == token)
         flags |= flag(kin & twin, cT4)
@@ -94,6 +133,7 @@ def judge_pairs(
             apart = load_wide(parents, first + rows - 1, node & (rows > 0)) != parent
             flags |= flag(kin & apart, cT2)
     if HAS & cOUT:
+        slot = load_wide(out, first + rows, rows < w)
         flags |= flag(earlier & (slot != reserved) & (load_wide(out, at, inside) == slot), cK2)
     return flags
 
@@ -116,14 +156,15 @@ def count_stray_kv(
 
 @triton.jit
 def filter_bytes(
-    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, up: tl.tensor, w: tl.tensor,
-    stride: tl.tensor, linked: tl.tensor, judged: tl.tensor, diagonal_on: tl.tensor,
-    COLS: tl.constexpr,
+    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, word: tl.tensor, up: tl.tensor,
+    w: tl.tensor, stride: tl.tensor, linked: tl.tensor, judged: tl.tensor, diagonal_on: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Filter for M2, M4, M6: nonzero where a cell is not its parent's with the diagonal added."""
-    doubt = (rows + tl.arange(0, COLS)[None, :]) * 0
-    for c in range(0, w, COLS):
-        cols = c + tl.arange(0, COLS)[None, :]
+    """Filter for M2, M4, M6: nonzero where one of four cells is not its parent's with the
+    diagonal added.
+    """
+    doubt = rows * 0
+    for k in tl.static_range(4):
+        cols = word * 4 + k
         there = judged & (cols < w)
         own = tl.load(mask + start + rows * stride + cols, mask=there, other=0)
         seen = tl.load(mask + start + up * stride + cols, mask=there & linked, other=0)
@@ -134,40 +175,33 @@ def filter_bytes(
 
 @triton.jit
 def filter_words(
-    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, up: tl.tensor, w: tl.tensor,
-    stride: tl.tensor, linked: tl.tensor, judged: tl.tensor, diagonal_on: tl.tensor,
-    COLS: tl.constexpr,
+    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, word: tl.tensor, up: tl.tensor,
+    w: tl.tensor, stride: tl.tensor, linked: tl.tensor, judged: tl.tensor, diagonal_on: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
     """The same, four cells at a time: two aligned words cover any four bytes.
 
-    The caller has checked that the lane's words lie inside the buffer.
+    The caller has checked that the lane's words lie inside the buffer, less than 2^31 bytes apart.
     """
-    words = mask.to(tl.pointer_type(tl.int32))
-    row = tl.where(rows < w, rows, 0)
-    own_at, seen_at = start + row * stride, start + up * stride
-    own_shift, seen_shift = ((own_at & 3) * 8).to(tl.uint32), ((seen_at & 3) * 8).to(tl.uint32)
-    own_word, seen_word = own_at >> 2, seen_at >> 2
-    link, keep = tl.where(linked, -1, 0), tl.where(judged, -1, 0)
-    doubt = (rows + tl.arange(0, COLS)[None, :]) * 0
-    for c in range(0, (w + 3) // 4, COLS):
-        word = c + tl.arange(0, COLS)[None, :]
-        there = word * 4 < w
-        own = _four_cells(words, own_word + word, own_shift, there)
-        seen = _four_cells(words, seen_word + word, seen_shift, there)
-        ahead = rows - word * 4
-        on_diagonal = diagonal_on & (ahead.to(tl.uint32) < 4)
-        diagonal = tl.where(on_diagonal, 1 << ((ahead & 3) * 8), 0)
-        left = w - word * 4
-        inside = tl.where(left >= 4, -1, (1 << ((left & 3) * 8)) - 1)
-        doubt |= (own ^ ((seen & link) | diagonal)) & inside & keep
-    return (doubt != 0).to(tl.int32)
+    words = mask.to(tl.pointer_type(tl.int32)) + start // 4
+    step, odd = stride.to(tl.int32), (start % 4).to(tl.int32)
+    own_at, seen_at = odd + rows * step, odd + up * step
+    own = _four_cells(words, own_at, word, judged)
+    seen = _four_cells(words, seen_at, word, judged & linked)
+    ahead = rows - word * 4
+    on_diagonal = diagonal_on & (ahead.to(tl.uint32) < 4)
+    diagonal = tl.where(on_diagonal, 1 << ((ahead & 3) * 8), 0)
+    left = w - word * 4
+    inside = tl.where(left >= 4, -1, (1 << ((left & 3) * 8)) - 1)
+    return tl.where(judged & (((own ^ (seen | diagonal)) & inside) != 0), 1, 0)
 
 
 @triton.jit
 def _four_cells(
-    words: tl.tensor, at: tl.tensor, shift: tl.tensor, there: tl.tensor
+    words: tl.tensor, row_at: tl.tensor, word: tl.tensor, there: tl.tensor
 ) -> tl.tensor:  # fmt: skip
-    """The four bytes that begin `shift` bits into a word."""
+    """Four bytes, `word` words after byte `row_at`."""
+    at = (row_at >> 2) + word
+    shift = ((row_at & 3) * 8).to(tl.uint32)
     low = tl.load(words + at, mask=there, other=0).to(tl.uint32, bitcast=True)
     high = tl.load(words + at + 1, mask=there, other=0).to(tl.uint32, bitcast=True)
     return ((low >> shift) | ((high << 1) << (31 - shift))).to(tl.int32, bitcast=True)
@@ -185,16 +219,16 @@ def filter_pairs(
     earlier = cols < rows
     bad = earlier & False
     if HAS & cTREE:
-        kin = earlier & (tl.load(parents + at, mask=inside, other=-9).to(tl.int32) == parent)
-        twin = tl.load(tokens + at, mask=inside, other=0).to(tl.int32) == token
+        kin = earlier & (load_low(parents, at, inside, -9) == parent)
+        twin = load_low(tokens, at, inside, 0) == token
         if HAS & cLINKS:
-            side = tl.load(sibling + at, mask=inside, other=0).to(tl.int32)
+            side = load_low(sibling, at, inside, 0)
             twin |= (side - cols - 1).to(tl.uint32) >= (rows - cols).to(tl.uint32)
         if HAS & cMAJOR:
-            twin |= load_wide(parents, first + rows - 1, rows > 0).to(tl.int32) != parent
+            twin |= load_low(parents, first + rows - 1, (rows > 0) & (rows < w), 0) != parent
         bad = kin & twin
     if HAS & cOUT:
-        bad |= earlier & (tl.load(out + at, mask=inside, other=-9).to(tl.int32) == slot)
+        bad |= earlier & (load_low(out, at, inside, -9) == slot)
     return bad.to(tl.int32)
 
 

@@ -78,7 +78,7 @@ def table_kernel(
             )
     flags = flags & enabled
     if tl.max(flags) != 0:
-        report(slots, tl.load(state + 1) % 4, lane, where, flags)
+        report(slots, tl.load(state + 1) % 4, lane, where, flags, enabled)
 
 
 @triton.jit
@@ -144,8 +144,8 @@ def close_kernel(
         ended = live & (length > 0) & (end >= 0) & (end < w) & (tl.load(greedy + lane) != 0)
         chosen = load_wide(predict, lane * w + tl.where(ended, end, 0), ended)
         if (tl.max(flags) != 0) | (lane_bits != 0):
-            report(slots, slot, lane, row, flags)
-            report_lane(slots, slot, lane_bits.to(tl.int64), lane, lane, w)
+            report(slots, slot, lane, row, flags, enabled)
+            report_lane(slots, slot, lane_bits.to(tl.int64), lane, lane, w, enabled)
         for c in range(0, w, COLS):
             cols = c + tl.arange(0, COLS)
             kid = ended & (cols > 0) & (cols < size) & (cols < w)
@@ -153,7 +153,7 @@ def close_kernel(
             kid = kid & (load_wide(tokens, lane * w + cols, kid) == chosen)
             found = flag(kid, cA2) & enabled
             if tl.max(found) != 0:
-                report(slots, slot, lane, cols, found)
+                report(slots, slot, lane, cols, found, enabled)
     if lane == 0:
         closed = tl.load(state + 1)
         if begun != closed:

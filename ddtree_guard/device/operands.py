@@ -83,21 +83,31 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows per program that judges cells, and warps per program."""
+    """Per program: words of four mask cells, side of a square of pairs of rows, warps, and most
+    registers a thread (0: as many as the compiler likes).
+    """
 
-    rows: int = 16
+    items: int = 512
+    pair: int = 32
     warps: int = 4
+    registers: int = 64
 
 
-COLS = 32  # columns, or words of four mask cells, per pass: one a lane of a warp
+WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
 
 
 def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
-    """Rows and warps for a width; found by `benchmarks/device_check.py --tune`."""
-    if depth is Depth.FULL:
-        return Tile(8, 8)
-    # Small batches leave the device empty: then more programs with fewer rows are faster.
-    return Tile(4, 4) if lanes * w <= 1024 else Tile(16, 4)
+    """The fastest tile on an H200, by `benchmarks/device_check.py --tune`."""
+    small = depth is Depth.FAST and lanes * w <= 1024
+    return Tile(512, 32, 8, 80) if small else Tile(512, 32, 4, 64)
+
+
+def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
+    """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
+    rows, items = -(-w // ROW_BLOCK), -(-w * -(-w // 4) // tile.items)
+    across = -(-w // tile.pair)
+    pieces = -(-cells // (8 * WIDE * lanes))
+    return rows + items + across * (across + 1) // 2 + min(pieces, max(1, 2048 // lanes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +120,27 @@ class Operands:
     bytes_read: int = 0
 
 
-def bind(kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, **meta: Any) -> Any:
-    """A zero-argument launch of `kernel`, compiled now. Tensors must outlive it.
+def bind(
+    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int,
+    registers: int = 0, **meta: Any,
+) -> Any:  # fmt: skip
+    """A zero-argument launch of `kernel`, compiled now, that keeps its tensors alive.
 
     On CUDA the compiled kernel is called directly with raw addresses: Triton's own launch path
     looks up specialisations in Python on each call, which costs more than the launch.
     """
     if not hasattr(kernel, "device_caches"):  # the interpreter
         return lambda: kernel[grid](*args, **meta)
-    compiled = kernel.warmup(*args, grid=grid, num_warps=warps, **meta)
+    options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
+    compiled = kernel.warmup(*args, grid=grid, **options, **meta)
     run = compiled.run  # loads the module; `function` is set after that
     head = (compiled.function, compiled.packed_metadata, None, None, None)
     raw = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
     tail = (*head, *raw, *(meta[name] for name in kernel.arg_names[len(args) :]))
     index = args[0].device.index or 0
     stream, (x, y) = torch._C._cuda_getCurrentRawStream, grid
-    return lambda: run(x, y, 1, stream(index), *tail)
+    # `keep`: the addresses in `tail` are valid only while somebody holds their tensors.
+    return lambda keep=args: run(x, y, 1, stream(index), *tail)
 
 
 def verify_operands(
@@ -148,11 +163,13 @@ def verify_operands(
         0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
         pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),
     )  # fmt: skip
-    grid = (shape.lanes, triton.cdiv(shape.w, ROW_BLOCK) + 2 * triton.cdiv(shape.w, tile.rows))
+    whole = max(1, numbers[15], 8 * numbers[16]) if "full" in has else 0
+    grid = (shape.lanes, programs_per_lane(shape.w, shape.lanes, tile, whole))
     launch = bind(
-        verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps,
+        verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
-        LANES=32 if shape.lanes <= 32 else MAX_LANES, ROWS=tile.rows, COLS=COLS, WIDE=1024,
+        LANES=32 if shape.lanes <= 32 else MAX_LANES, ITEMS=tile.items,
+        PAIR=tile.pair, WIDE=WIDE,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 
@@ -272,7 +289,7 @@ def _present(buffers: Buffers, shape: Shape) -> set[str]:
         has.add("tree")
         if buffers.mask is not None and buffers.mask_indptr is not None:
             has.add("mask")
-            if buffers.mask.data_ptr() % 4 == 0:
+            if buffers.mask.data_ptr() % 16 == 0:
                 has.add("words")
         if all(part is not None for part in links):
             has.add("links")

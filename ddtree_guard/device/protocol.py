@@ -47,7 +47,8 @@ HAS_BITS = {
 # Kernels see globals as constexpr; the interpreter runs plain Python and wants plain integers.
 _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
 cMAGIC, cWORDS, cRADIX = _constant(MAGIC), _constant(WORDS), _constant(ROW_RADIX)
-cROW_BLOCK = _constant(ROW_BLOCK)
+cCOLD_ROWS, cCOLD_COLS = _constant(16), _constant(32)
+cROW_BLOCK, cONES = _constant(ROW_BLOCK), _constant(0x0101_0101_0101_0101)
 cNONE, cRULES = _constant(NO_OFFENDER), _constant(len(BITS))
 cW1, cW2, cW3, cW4, cW8 = (_constant(BITS[n]) for n in ("W1", "W2", "W3", "W4", "W8"))
 cM1, cM2, cM3, cM4, cM6 = (_constant(1 << BITS[n]) for n in ("M1", "M2", "M3", "M4", "M6"))
@@ -75,55 +76,78 @@ def load_wide(pointer: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor
 
 
 @triton.jit
+def load_low(
+    pointer: tl.tensor, at: tl.tensor, inside: tl.tensor, other: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """The low 32 bits of integers; `other` where not inside. For filters: half the registers."""
+    if pointer.dtype.element_ty.primitive_bitwidth == 64:
+        low = tl.load(pointer.to(tl.pointer_type(tl.int32)) + at * 2, mask=inside, other=other)
+    else:
+        low = tl.load(pointer + at, mask=inside, other=other).to(tl.int32)
+    return low
+
+
+@triton.jit
 def flag(wrong: tl.tensor, bit: tl.tensor) -> tl.tensor:
     return tl.where(wrong, bit, 0)
 
 
 @triton.jit
 def report(
-    slots: tl.tensor, slot: tl.tensor, lane: tl.tensor, rows: tl.tensor, flags: tl.tensor
-) -> None:
-    """Cold: OR the bits of these flags into the slot, and lower each rule's first offender."""
+    slots: tl.tensor, slot: tl.tensor, lane: tl.tensor, rows: tl.tensor, flags: tl.tensor,
+    enabled: tl.tensor,
+) -> None:  # fmt: skip
+    """Cold: OR the enabled bits of these flags into the slot, and lower the first offenders."""
     base = slots + slot * cWORDS
     bits = lane * 0
-    for k in range(cRULES):
+    flags = flags & enabled
+    k = enabled * 0
+    # The bound is data so that the loop is not unrolled: code that never runs costs fetches too.
+    while (enabled >> k) != 0:
         row = tl.min(tl.where(((flags >> k) & 1) != 0, rows, cRADIX))
         if row < cRADIX:
             tl.atomic_min(base + 8 + k, lane * cRADIX + row, sem="relaxed")
             bits |= (lane * 0 + 1) << k
+        k += 1
     tl.atomic_or(base + 2, bits, sem="relaxed")
 
 
 @triton.jit
 def report_lane(
     slots: tl.tensor, slot: tl.tensor, bits: tl.tensor, lane: tl.tensor, row: tl.tensor,
-    w: tl.tensor,
+    w: tl.tensor, enabled: tl.tensor,
 ) -> None:  # fmt: skip
     """Cold: the same for bits about a whole lane; W1 and W8 name `row`, W4 the second one."""
     base = slots + slot * cWORDS
-    for k in range(cRULES):
+    bits = bits & enabled
+    k = enabled * 0
+    while (enabled >> k) != 0:
         if ((bits >> k) & 1) != 0:
             at = tl.where((k == cW1) | (k == cW8), row, tl.where(k == cW4, tl.minimum(1, w - 1), 0))
             tl.atomic_min(base + 8 + k, lane * cRADIX + at, sem="relaxed")
+        k += 1
     tl.atomic_or(base + 2, bits, sem="relaxed")
 
 
 @triton.jit
 def begin_step(
-    state: tl.tensor, slots: tl.tensor, bs: tl.tensor, host_bits: tl.tensor, host_lane: tl.tensor,
-    host_row: tl.tensor, host_extent: tl.tensor, w: tl.tensor,
+    state: tl.tensor, slots: tl.tensor, closed: tl.tensor, launches: tl.tensor, bs: tl.tensor,
+    host_bits: tl.tensor, host_lane: tl.tensor, host_row: tl.tensor, host_extent: tl.tensor,
+    w: tl.tensor, enabled: tl.tensor,
 ) -> None:  # fmt: skip
-    """Say that the step has begun, and report what the host saw when it built the operands."""
-    closed = tl.load(state + 1)
+    """Say that the step has begun, and report what the host saw when it built the operands.
+
+    `closed` and `launches` are words 1 and 2 of `state`, loaded with everything else.
+    """
     tl.store(state, closed + 1)
-    tl.store(state + 2, tl.load(state + 2) + 1)
+    tl.store(state + 2, launches + 1)
     tl.store(slots + (closed % 4) * cWORDS + 4, bs)
     if host_bits != 0:
         bits = host_bits.to(tl.int64)
         lane = host_lane.to(tl.int64)
-        report_lane(slots, closed % 4, bits & (1 << cW1), lane, host_row.to(tl.int64), w)
+        report_lane(slots, closed % 4, bits & (1 << cW1), lane, host_row.to(tl.int64), w, enabled)
         extent = host_extent.to(tl.int64)
-        report_lane(slots, closed % 4, bits & (1 << cW8), lane * 0, extent, w)
+        report_lane(slots, closed % 4, bits & (1 << cW8), lane * 0, extent, w, enabled)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from ddtree_guard.checks import ALL
 from ddtree_guard.config import Depth
 from ddtree_guard.device.from_step import buffers_of, operands_from_step, run_step, shape_of
 from ddtree_guard.device.launch import DeviceCheck
+from ddtree_guard.device.operands import Tile
 from ddtree_guard.device.protocol import BITS
 from ddtree_guard.device.verdict import Verdict
 from ddtree_guard.errors import UsageError
@@ -29,6 +30,24 @@ def verdict_of(step: Step, depth: Depth = Depth.FULL) -> Verdict:
     run_step(check, operands_from_step(check, step, depth))
     (verdict,) = check.poll()
     return verdict
+
+
+@pytest.mark.parametrize("tile", [Tile(128, 16), Tile(64, 8), Tile(1024, 64)], ids=str)
+@pytest.mark.parametrize("rule", ["M2", "T4", "T3"])
+def test_verdict_does_not_depend_on_the_tile(rule: str, tile: Tile) -> None:
+    step = FAULTS[rule](sound_step(5, w=37, lens=(9, 70, 4)), 2).step
+    twice = step.slots.out_cache_loc.copy()
+    twice[-1] = twice[-30]
+    step = step.replace(slots__out_cache_loc=twice)
+    verdicts = []
+    for chosen in (None, tile):
+        check = DeviceCheck("cpu")
+        check.check(check.bind(buffers_of(step, "cpu"), shape_of(step), chosen))
+        check.close()
+        check.collect()
+        verdicts += check.poll()
+    assert {rule, "K2"} <= set(verdicts[0].rules)
+    assert verdicts[0] == verdicts[1]
 
 
 def test_bits_are_those_of_the_rules() -> None:

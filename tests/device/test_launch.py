@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ddtree_guard.device.from_step import StepOperands, operands_from_step, run_step
 from ddtree_guard.device.launch import RING, DeviceCheck
+from ddtree_guard.device.operands import bind
 from ddtree_guard.device.protocol import BITS, MAGIC, NO_OFFENDER, ROW_RADIX, SLOTS, WORDS
 from ddtree_guard.device.verdict import Verdict, decode, explain
 from ddtree_guard.guard import Guard
@@ -32,6 +37,28 @@ def sound(check: DeviceCheck) -> StepOperands:
 @pytest.fixture
 def bad(check: DeviceCheck) -> StepOperands:
     return operands_from_step(check, FAULTS["P1"](sound_step(1, **SIZES), 1).step)
+
+
+def test_a_launch_keeps_alive_the_tensors_whose_addresses_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in for a compiled kernel: only a GPU has real ones."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    launched: list[tuple[Any, ...]] = []
+    compiled = SimpleNamespace(
+        run=lambda *args: launched.append(args), function=1, packed_metadata=2
+    )
+    kernel = SimpleNamespace(
+        device_caches={}, arg_names=["a", "n", "HAS"], warmup=lambda *args, **meta: compiled
+    )
+    tensor = torch.zeros(5)
+    address, alive = tensor.data_ptr(), weakref.ref(tensor)
+    launch = bind(kernel, (3, 2), (tensor, 9), 4, HAS=8)
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    launch()
+    assert launched == [(3, 2, 1, 7, 1, 2, None, None, None, address, 9, 8)]
 
 
 def test_slots_rotate_and_are_cleared(
