@@ -52,6 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
     demo = _command(commands, "demo", "demo", "the incident on SGLang's own code, without a GPU")
     demo.add_argument("--out", metavar="DIR", help="where the dump goes (default: a new folder)")
 
+    selftest = _command(
+        commands, "selftest", "commands.selftest", "does the device checker see a planted fault?"
+    )
+    selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it exists")
+
     rules = _command(commands, "rules", "commands.rules", "the rule catalogue")
     rules.add_argument("--markdown", metavar="DIR", help="write one page per rule into DIR")
 

@@ -37,8 +37,9 @@ _MASK_RULES = ("M1", "M2", "M3", "M4", "M5", "M6", "M8", "M9", "W4")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One algorithm. `owns_buffer`: its builder writes into the captured mask buffer and passes
-    the whole of it, in eager steps too, once graphs were captured.
+    """One algorithm. `owns_buffer`: its builder passes a whole buffer, in eager steps too: the
+    captured one once there is one, or one for the full context where the host does not know the
+    lengths (overlap schedule; seen on 0.5.16 with EAGLE, topk 4).
     """
 
     algorithm: str
@@ -62,15 +63,15 @@ ROWS = (
 )
 
 
-def contract_of(algorithm: str, facts: Facts, path: str, captured: bool = False) -> Contract:
+def contract_of(algorithm: str, facts: Facts, path: str) -> Contract:
     """The contract of an algorithm's verify step on the Triton backend.
 
-    `path` is "eager" or "graph"; `captured` says whether graphs were captured before. An
-    algorithm that has no row gets the most permissive contract, named "unknown".
+    `path` is "eager" or "graph". An algorithm that has no row gets the most permissive contract,
+    named "unknown".
     """
     row = row_of(algorithm)
     graph = path == "graph"
-    capacity = graph or (row.owns_buffer and captured)
+    capacity = graph or row.owns_buffer
     skipped = dict(row.not_checked)
     if not row.masked:
         skipped |= dict.fromkeys(_MASK_RULES, _NO_MASK)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ddtree_guard.attention.backend import graph_mask
 from ddtree_guard.config import Depth
 from ddtree_guard.device import selftest
 from ddtree_guard.device.launch import DeviceCheck
@@ -194,8 +193,7 @@ class DeviceChecker:
         metadata = view.metadata or backend.forward_metadata
         w = stated_width(facts, batch.spec_info) or int(getattr(backend, facts.widths[-1]))
         algorithm = str(runner.server_args.speculative_algorithm or "")
-        captured = graph_mask(backend, facts) is not None
-        contract = contract_of(algorithm, facts, view.path, captured)
+        contract = contract_of(algorithm, facts, view.path)
         lanes = len(batch.req_pool_indices)
         trees = _trees(lanes, w, batch, contract.chain)
         shape = Shape(

@@ -83,13 +83,13 @@ def read_step(
             release=release(),
             path=path,
         ),
-        contract=contract or _contract(spec, algorithm, facts, path, captured is not None),
+        contract=contract or _contract(spec, algorithm, facts, path),
     )
 
 
-def _contract(spec: Any, algorithm: str, facts: Facts, path: str, captured: bool) -> Contract:
+def _contract(spec: Any, algorithm: str, facts: Facts, path: str) -> Contract:
     """The table's contract. An eager batch may say that its mask lies in a longer buffer."""
-    contract = contract_of(algorithm, facts, path, captured)
+    contract = contract_of(algorithm, facts, path)
     if contract.mask_length == "capacity" or not getattr(spec, "mask_is_buffer", False):
         return contract
     why = "this step's mask lies in a longer buffer: its length is known on the device only"

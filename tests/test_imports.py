@@ -19,7 +19,8 @@ HEAVY = {"torch", "triton", "sglang"}
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("config", "step", "rule", "form"),
-    ("checks", "attention.reference", "device"),
+    # synthetic steps and faults are what the self-test runs in a server
+    ("checks", "attention.reference", "device", "testing.steps", "testing.faults"),
     ("render", "recorder", "dump", "guard", "metrics"),
     ("hooks", "attention", "ddtree"),
     ("cli", "commands", "report", "demo", "testing", "pytest_plugin", "__main__"),
@@ -93,7 +94,11 @@ def test_only_config_and_the_entry_point_touch_the_environment() -> None:
     }
 
 
-WITH_TORCH = ("attention", "device", "testing", "hooks")  # run only where torch is loaded
+# run only where torch is loaded
+WITH_TORCH = (
+    "attention", "device", "testing", "hooks", "ddtree.choose", "ddtree.propose",
+    "ddtree.tree_kernel", "ddtree.verify_kernel", "ddtree.worker",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("module", [n for n in MODULES if not n.startswith(WITH_TORCH)])

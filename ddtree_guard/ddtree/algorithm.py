@@ -19,7 +19,6 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import os
 import sys
 from typing import Any
 
@@ -99,9 +98,9 @@ def _worker_class(server_args: Any) -> type:
     It runs before the attention backends are made, so the choice of backend is installed here and
     a server that does not run DDTREE keeps its own.
     """
-    incident = TreeConfig.from_env(os.environ).incident
+    incident = TreeConfig.from_env().incident
     _SERVED.append(apply([*SERVER, *([INCIDENT] if incident else [])]).require())
-    backend = None if incident else install_backend(Config.from_env(os.environ).backend)
+    backend = None if incident else install_backend(Config.from_env().backend)
     if backend is not None:
         _SERVED.append(backend)
     from ddtree_guard.ddtree.worker import DDTreeWorker
@@ -167,7 +166,7 @@ def resolve_arguments(server_args: Any, dflash: Any) -> None:
     dflash.handle_server_args(server_args)
     block = int(server_args.speculative_num_draft_tokens)
     check_budget(budget, block)
-    if TreeConfig.from_env(os.environ).incident and budget + 1 < block:
+    if TreeConfig.from_env().incident and budget + 1 < block:
         raise IncompatibleError(
             f"the incident switch needs a tree wider than the draft block, found {budget + 1} rows "
             f"and a block of {block}: the stock kernel would write out of bounds; raise {FLAG}."
@@ -180,7 +179,7 @@ def resolve_arguments(server_args: Any, dflash: Any) -> None:
 
 def _requested_budget(server_args: Any) -> int | None:
     given = getattr(server_args, BUDGET, None)
-    return TreeConfig.from_env(os.environ).budget if given is None else given
+    return TreeConfig.from_env().budget if given is None else given
 
 
 def _init(original: Original) -> Any:

@@ -14,7 +14,6 @@ Importing this module imports SGLang; only `algorithm` does so, in the scheduler
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -301,7 +300,7 @@ def draft_arguments(server_args: Any) -> Any:
 
 def tree_top_k(budget: int) -> int:
     """Candidates per draft position, SGLANG_DDTREE_TOPK or a default. Raises UsageError."""
-    given = TreeConfig.from_env(os.environ).top_k
+    given = TreeConfig.from_env().top_k
     if given is not None and given > TOP_K_MAX:
         raise UsageError(f"SGLANG_DDTREE_TOPK={given} is not a whole number of 1 to {TOP_K_MAX}.")
     return given or default_top_k(budget)

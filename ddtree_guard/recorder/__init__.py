@@ -180,7 +180,7 @@ class Recorder:
             if last is not None and now - last < self.quiet_s:
                 self._suppressed += 1
                 return None
-            self._since[key] = now
+            self._since[key] = now  # a disk that fails is not tried again in the next step
             return self._dump(kind, why, step, findings)
 
     @_harmless
@@ -192,6 +192,7 @@ class Recorder:
             steps = [s for s in steps if s.who.step_id != step.who.step_id] + [step]
         if not steps:
             log.warning("ddtree_guard: nothing to dump yet, no verify step has run (%s)", why)
+            self._since.pop(kind, None)
             return None
         notes = Notes(
             trigger=kind,

@@ -151,8 +151,9 @@ class Ring:
 
     def snapshot(self) -> list[Step]:
         """Copies of the steps that are whole, oldest first."""
-        steps = []
-        for number in range(max(1, self.written - self.steps + 1), self.written + 1):
+        steps, newest = [], self.written
+        # Newest first: the oldest are overwritten while this thread waits for its turn.
+        for number in range(newest, max(0, newest - self.steps), -1):
             at = (number - 1) % self.steps
             slot = self._slots[at]
             if slot is None or slot.number != number or self.block[at, 0] != number:
@@ -160,7 +161,7 @@ class Ring:
             words = self.block[at].copy()
             if self._slots[at] is slot and self.block[at, 0] == number:
                 steps.append(self._step(slot, words))
-        return steps
+        return steps[::-1]
 
     def _takes(self, step: Step, values: Mapping[str, Any]) -> bool:
         return self.fits(step.padded_bs, step.w) and all(

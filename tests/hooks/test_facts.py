@@ -120,17 +120,17 @@ def test_matrix_versions_are_unique_and_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "path", "captured", "length"),
+    ("algorithm", "path", "length"),
     [
-        ("DDTREE", "eager", True, "exact"),
-        ("DDTREE", "graph", True, "capacity"),
-        ("EAGLE", "eager", False, "exact"),
-        ("EAGLE3", "eager", True, "capacity"),  # writes into the captured buffer
-        ("ngram", "eager", True, "exact"),
+        ("DDTREE", "eager", "exact"),
+        ("DDTREE", "graph", "capacity"),
+        ("EAGLE", "eager", "capacity"),  # a buffer for the full context under overlap
+        ("EAGLE3", "eager", "capacity"),
+        ("ngram", "eager", "exact"),
     ],
 )
-def test_mask_length(algorithm: str, path: str, captured: bool, length: str) -> None:
-    assert contract_of(algorithm, GENERATIONS[1], path, captured).mask_length == length
+def test_mask_length(algorithm: str, path: str, length: str) -> None:
+    assert contract_of(algorithm, GENERATIONS[1], path).mask_length == length
 
 
 def test_dflash_is_a_chain_without_a_mask() -> None:

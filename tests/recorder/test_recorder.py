@@ -214,6 +214,8 @@ def test_a_trigger_before_any_step_is_a_word_in_the_log(
     with caplog.at_level(logging.WARNING):
         assert recorder.trigger("signal", "SIGUSR2") is None
     assert "nothing to dump yet" in caplog.text
+    recorder.step(step(1))
+    assert recorder.trigger("signal", "SIGUSR2") is not None  # that was no dump to be quiet after
 
 
 def test_a_redacted_dump_hides_what_the_recorder_knows(tmp_path: Path) -> None:

@@ -167,6 +167,22 @@ def test_a_snapshot_while_steps_come_in_holds_whole_steps_only() -> None:
         assert values == {one.who.step_id}
 
 
+def test_a_reader_that_is_slower_than_the_writer_still_gets_the_newest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring, steps = Ring(4, 4, 17), [step(n) for n in range(1, 9)]
+    for one in steps[:4]:
+        ring.put(one)
+    copy, rest = ring._step, iter(steps[4:])
+
+    def slow(slot: object, words: object) -> Step:
+        ring.put(next(rest))  # the writer laps the reader
+        return copy(slot, words)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ring, "_step", slow)
+    assert [s.who.step_id for s in ring.snapshot()] == [3, 4]
+
+
 def test_torch_tensors_on_the_host_are_taken_without_torch_at_import() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     original = step(1)

@@ -41,7 +41,11 @@ BARE = "import time\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)"
 def start(code: str, *args: str) -> "subprocess.Popen[str]":
     env = {"PYTHONPATH": ":".join(sys.path)}
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True, env=env
+        [sys.executable, "-c", code, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -63,10 +67,13 @@ def test_a_running_process_dumps_and_goes_on(
     try:
         assert cli.main(["dump", "--pid", str(process.pid)]) == 0
         assert f"asked process {process.pid}" in capsys.readouterr().out
-        for _ in range(2400):
+        for _ in range(600):
             if find_dumps(tmp_path):
                 break
             time.sleep(0.025)
+        if not find_dumps(tmp_path):
+            process.kill()
+            pytest.fail(f"no dump; the process said: {process.communicate()}")
         (path,) = find_dumps(tmp_path)
         assert Dump(path).trigger["kind"] == "signal"
         assert 41 in Dump(path).step_ids()
