@@ -39,7 +39,7 @@ def device_check() -> str:
             row["w"],
             row["context"],
             row["depth"],
-            f"{row['gpu_us']['median']:.1f} ({row['gpu_us']['min']:.1f}-{row['gpu_us']['max']:.1f})",
+            "{median:.1f} ({min:.1f}-{max:.1f})".format(**row["gpu_us"]),
             f"{row['gpu_us']['median'] / row['floor_us']['median']:.1f}",
         ]
         for row in found["rows"]
@@ -96,11 +96,11 @@ TABLES: dict[str, Callable[[], str]] = {
 def render(text: str) -> str:
     """The README's text with every table made anew."""
     for name, make in TABLES.items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.S)
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
         if not place.search(text):
             raise SystemExit(f"README.md has no place for the table {name}")
         made = make()
-        text = place.sub(lambda match, made=made: match[1] + made + match[2], text)
+        text = place.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)
     return text
 
 
