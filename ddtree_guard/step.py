@@ -385,8 +385,8 @@ class Step:
 
     def arrays(self) -> Iterator[tuple[str, Array, tuple[str, ...]]]:
         """Every array that is present: dotted path, value, declared shape."""
-        for path, declared in ARRAY_SHAPES.items():
-            value = self.get(path)
+        for part, name, path, declared in _PLACES:
+            value = getattr(getattr(self, part), name)
             if value is not None:
                 yield path, value, declared
 
@@ -406,7 +406,7 @@ class Step:
 
     def misfits(self) -> dict[str, str]:
         """Arrays whose shape is not the declared one: dotted path to a phrase with both shapes."""
-        found = {path: self.misfit(path) for path in ARRAY_SHAPES}
+        found = {path: self.misfit(path) for path, _, _ in self.arrays()}
         return {path: text for path, text in found.items() if text is not None}
 
 
@@ -426,3 +426,8 @@ ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {
     for f in dataclasses.fields(kind)
     if "shape" in f.metadata
 }
+
+_PLACES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = tuple(
+    (*path.split(".", 1), path, shape)  # type: ignore[misc]
+    for path, shape in ARRAY_SHAPES.items()
+)
