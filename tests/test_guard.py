@@ -122,11 +122,11 @@ def test_a_missing_array_is_named(path: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(ARRAY_SHAPES))
 def test_a_misshapen_array_is_a_finding_of_w5(path: str) -> None:
-    step = sound_step(padded_bs=4).replace(**{path.replace(".", "__"): np.zeros((1, 2, 3), int)})
+    step = sound_step(padded_bs=4).replace(**{path.replace(".", "__"): np.zeros((1, 1, 2, 3), int)})
     report = Guard().check(step)
     w5 = next(f for f in report.findings if f.rule == "W5")
     assert path in w5.equation
-    assert "(1, 2, 3)" in w5.actual
+    assert "(1, 1, 2, 3)" in w5.actual
 
 
 def test_rules_that_need_a_misshapen_array_point_to_w5() -> None:
