@@ -18,7 +18,8 @@ from collections import Counter
 from pathlib import Path
 
 import ddtree_guard
-from ddtree_guard.testing.hostile import MUTATIONS, Arena, attack, peak_mb
+from ddtree_guard.testing.hostile import MUTATIONS, Arena, attack
+from ddtree_guard.testing.watch import peak_mb
 
 LIMIT_MB = 200
 

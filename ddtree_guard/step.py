@@ -394,8 +394,8 @@ class Step:
 
     def arrays(self) -> Iterator[tuple[str, Array, tuple[str, ...]]]:
         """Every array that is present: dotted path, value, declared shape."""
-        for path, declared in ARRAY_SHAPES.items():
-            value = self.get(path)
+        for part, name, path, declared in _PLACES:
+            value = getattr(getattr(self, part), name)
             if value is not None:
                 yield path, value, declared
 
@@ -422,7 +422,7 @@ class Step:
 
     def misfits(self) -> dict[str, str]:
         """Arrays of another shape or type than declared: dotted path to a phrase with both."""
-        found = {path: self.misfit(path) for path in ARRAY_SHAPES}
+        found = {path: self.misfit(path) for path, _, _ in self.arrays()}
         return {path: text for path, text in found.items() if text is not None}
 
 
@@ -451,3 +451,8 @@ _ARRAYS = {
 }
 ARRAY_SHAPES: Mapping[str, tuple[str, ...]] = {path: m["shape"] for path, m in _ARRAYS.items()}
 ARRAY_KINDS: Mapping[str, str] = {path: m["kind"] for path, m in _ARRAYS.items()}
+
+_PLACES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = tuple(
+    (*path.split(".", 1), path, shape)  # type: ignore[misc]
+    for path, shape in ARRAY_SHAPES.items()
+)

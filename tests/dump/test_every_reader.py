@@ -115,7 +115,7 @@ def test_the_largest_tree_that_is_read_stays_below_200_mb(tmp_path: Path, comman
         f"argv = [{command!r}, str(path)]\n"
         f"argv += ['-o', {str(tmp_path / 'o.html')!r}] if {command!r} == 'report' else []\n"
         "assert cli.main(argv) in (0, 1)\n"
-        "from ddtree_guard.testing.hostile import peak_mb\n"
+        "from ddtree_guard.testing.watch import peak_mb\n"
         "print('RSS', int(peak_mb()))"
     )
     env = {"PYTHONPATH": ":".join(sys.path)}
