@@ -137,7 +137,7 @@ def test_m5_negative_offset(offset: int) -> None:
     ("path", "length", "fires"),
     [
         ("graph", "exact", True),
-        ("eager", "capacity", True),
+        ("eager", "capacity", False),
         ("graph", "capacity", True),
         ("eager", "exact", False),
     ],
