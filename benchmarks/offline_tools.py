@@ -1,4 +1,5 @@
-"""Time `check` and `report` on a dump of 64 steps, 32 requests, w=65, each in a new process.
+"""Time what runs without a GPU, each in a new process: `check` and `report` on a dump of 64 steps,
+32 requests, w=65; `check` on one such step; `explain W3`; and the bare import.
 
     python benchmarks/offline_tools.py --out benchmarks/results
 
@@ -30,6 +31,7 @@ from ddtree_guard.testing.steps import sound_step
 
 STEPS, REQUESTS, W = 64, 32, 65
 LIMITS = {"check": 0.3, "report": 1.0}
+START_LIMITS = {"import_over_bare": 0.015, "explain_W3": 0.15, "check_one_step": 0.5}
 
 
 def steps() -> list[Step]:
@@ -54,6 +56,25 @@ def dumps(root: Path) -> dict[str, Path]:
     assert ring is not None
     whole = writer.write(made, [(STEPS - 1, finding) for finding in found])
     return {"ring": ring, "whole": whole}
+
+
+def starts(root: Path, repeats: int) -> dict[str, object]:
+    """The import, `explain W3` and `check` on one step, against their limits."""
+    step = steps()[-1]
+    found = Guard().check(step).findings
+    one = DumpWriter("one", Config(dump_dir=root)).write([step], [(0, f) for f in found])
+    tool = [sys.executable, "-m", "ddtree_guard"]
+    bare = timed([sys.executable, "-c", "pass"], repeats)
+    imported = timed([sys.executable, "-c", "import ddtree_guard"], repeats)
+    measured: dict[str, dict[str, float]] = {
+        "import_over_bare": {key: round(imported[key] - bare[key], 4) for key in bare},
+        "explain_W3": timed([*tool, "explain", "W3"], repeats),
+        "check_one_step": timed([*tool, "check", str(one)], repeats),
+    }
+    return {
+        "bare_python_s": bare["median_s"],
+        **{name: {**times, "limit_s": START_LIMITS[name]} for name, times in measured.items()},
+    }
 
 
 def timed(command: list[str], repeats: int) -> dict[str, float]:
@@ -97,9 +118,9 @@ def main() -> int:
                 measured[command] = {**times, "limit_s": limit}
                 within &= kind != "ring" or times["median_s"] <= limit
             results[kind] = measured
+        results |= starts(Path(folder), args.repeats)
     results |= {
         "steps": STEPS, "requests": REQUESTS, "w": W, "repeats": args.repeats,
-        "bare_python_s": timed([sys.executable, "-c", "pass"], args.repeats)["median_s"],
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "cores": os.cpu_count(), "python": platform.python_version(),
     }  # fmt: skip
