@@ -19,6 +19,7 @@ from ddtree_guard.hooks.sites import SCHEDULER
 
 log = logging.getLogger("ddtree_guard")
 _INSTALLED: list[PatchReport] = []
+_CHOSEN: list[Backend] = []  # the backend choice in force, if one was installed
 
 
 def load() -> None:
@@ -57,8 +58,16 @@ def activate(env: Mapping[str, str] | None = None) -> PatchReport | None:
     tree = algorithm.install()  # installs the backend choice itself where DDTREE is chosen
     if tree is not None:
         _INSTALLED.append(tree)
-    if report is not None:
+    if _CHOSEN and _CHOSEN[0] is not config.backend:
+        log.warning(
+            "ddtree_guard: backend=%s was chosen when this process loaded the plugin and stays; "
+            "backend=%s takes effect in a new process.",
+            _CHOSEN[0].value,
+            config.backend.value,
+        )
+    elif report is not None:
         _INSTALLED.append(report)
+        _CHOSEN[:] = [config.backend]
         log.info(
             "ddtree_guard boot mode=%s backend=%s release=%s",
             config.mode.value,
@@ -91,13 +100,18 @@ def _choice(backend: Backend, tree: TreeConfig) -> Backend:
 
 
 def unload() -> tuple[str, ...]:
-    """Undo every `load`; returns a sentence for each patch that somebody else has replaced."""
+    """Undo every `load`; returns a sentence for each patch that somebody else has replaced.
+
+    Those patches stay in force, and a later call tries them again.
+    """
     kept: list[str] = []
     while GUARDS:
         kept += GUARDS.pop().remove()
     algorithm.uninstall()
-    while _INSTALLED:
-        kept += _INSTALLED.pop().restore()
+    for report in reversed(_INSTALLED):
+        kept += report.restore()
+    _CHOSEN.clear()
+    _INSTALLED[:] = [report for report in _INSTALLED if report.in_force]
     return tuple(kept)
 
 

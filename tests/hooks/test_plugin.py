@@ -92,6 +92,32 @@ def test_loading_twice_patches_once() -> None:
 
 
 @pytest.mark.sglang
+@pytest.mark.parametrize(("second", "warned"), [("stock", 1), ("corrected", 0)])
+def test_another_choice_in_the_same_process_is_said_not_taken(
+    caplog: pytest.LogCaptureFixture, second: str, warned: int
+) -> None:
+    plugin.activate({f"{PREFIX}_BACKEND": "corrected"})
+    plugin.activate({f"{PREFIX}_BACKEND": second})
+    assert caplog.text.count("backend=corrected was chosen") == warned
+    assert "backend=stock takes effect in a new process" in caplog.text or not warned
+
+
+@pytest.mark.sglang
+def test_a_patch_under_somebody_elses_wrapper_is_restored_later() -> None:
+    from ddtree_guard.testing.fakes import sglang
+
+    registry = sglang("layers.attention.attention_registry").ATTENTION_BACKENDS
+    stock = registry["triton"]
+    plugin.activate({f"{PREFIX}_BACKEND": "corrected"})
+    ours = registry["triton"]
+    registry["triton"] = lambda runner: ours(runner)
+    assert len(plugin.unload()) == 1
+    registry["triton"] = ours
+    assert plugin.unload() == ()
+    assert registry["triton"] is stock
+
+
+@pytest.mark.sglang
 def test_boot_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ddtree_guard"):
         plugin.activate({f"{PREFIX}_BACKEND": "corrected"})
