@@ -19,7 +19,7 @@ import torch
 
 from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.device.operands import Buffers, Operands, Shape
-from ddtree_guard.step import Graph, Static, Step
+from ddtree_guard.step import Graph, Static
 
 TREE = (
     "tokens", "parents", "depths", "sizes", "retrieve_index", "retrieve_next_token",
@@ -163,8 +163,3 @@ class GraphChecks:
         self.certificates.clear()
         self._operands.clear()
         self._tables.clear()
-
-
-def with_graph(step: Step, graph: Graph) -> Step:
-    """A Step of a replay: the graph part set, and the path named."""
-    return step.replace(graph=graph, who__path="graph")

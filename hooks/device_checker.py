@@ -23,7 +23,8 @@ from ddtree_guard.guard import Guard, find_rule
 from ddtree_guard.hooks.checker import HostChecker
 from ddtree_guard.hooks.contracts import contract_of
 from ddtree_guard.hooks.device import GraphChecks, buffers_of_backend
-from ddtree_guard.hooks.facts import facts_of, stated_width
+from ddtree_guard.hooks.facts import facts_of
+from ddtree_guard.hooks.observe import verify_width
 from ddtree_guard.hooks.record import Record, Walk
 from ddtree_guard.hooks.view import View
 from ddtree_guard.rule import Finding, Rule
@@ -191,7 +192,7 @@ class DeviceChecker:
         backend, batch, runner = view.backend, view.batch, view.runner
         facts = facts_of(type(backend))
         metadata = view.metadata or backend.forward_metadata
-        w = stated_width(facts, batch.spec_info) or int(getattr(backend, facts.widths[-1]))
+        w = verify_width(backend, runner, facts, batch.spec_info)
         algorithm = str(runner.server_args.speculative_algorithm or "")
         contract = contract_of(algorithm, facts, view.path)
         lanes = len(batch.req_pool_indices)

@@ -57,9 +57,7 @@ def read_step(
     meta = metadata or backend.forward_metadata
     lanes = len(batch.req_pool_indices)
     live = lanes if bs is None else bs
-    w = stated_width(facts, spec)
-    if w is None:  # the budget decides; the backend's own width is what rules judge
-        w = tree_width(runner) or int(getattr(backend, facts.widths[-1]))
+    w = verify_width(backend, runner, facts, spec)
     args = runner.server_args
     captured = graph_mask(backend, facts)
     algorithm = str(args.speculative_algorithm or "")
@@ -85,6 +83,15 @@ def read_step(
         ),
         contract=contract or _contract(spec, algorithm, facts, path),
     )
+
+
+def verify_width(backend: Any, runner: Any, facts: Facts, spec: Any) -> int:
+    """Rows per request of a verify batch: what its spec info states, else what the budget asks for.
+
+    The backend's own width comes last, because it is what the rules judge.
+    """
+    stated = stated_width(facts, spec) or tree_width(runner)
+    return stated or int(getattr(backend, facts.widths[-1]))
 
 
 def _contract(spec: Any, algorithm: str, facts: Facts, path: str) -> Contract:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from ddtree_guard.guard import Guard
-from ddtree_guard.hooks.facts import facts_of
+from ddtree_guard.hooks.facts import GENERATIONS, facts_of
 
 pytestmark = pytest.mark.sglang
 
@@ -23,3 +25,16 @@ def test_a_batch_that_states_no_width_is_judged_by_the_budget(
     broken = set() if facts_of(type(backend)).follows_batch else {"CFG1", "W1", "W3"}
     assert step.w == 17
     assert broken <= set(Guard().check(step).rules)
+
+
+def test_width_is_the_batchs_then_the_budgets_then_the_backends() -> None:
+    from ddtree_guard.hooks.observe import verify_width
+
+    facts = GENERATIONS[0]
+    args = SimpleNamespace(speculative_algorithm="DDTREE", speculative_ddtree_budget=16)
+    runner = SimpleNamespace(server_args=args, is_draft_worker=False)
+    backend = SimpleNamespace(num_draft_tokens=8)
+    assert verify_width(backend, runner, facts, SimpleNamespace(draft_token_num=5)) == 5
+    assert verify_width(backend, runner, facts, None) == 17
+    args.speculative_algorithm = "DFLASH"
+    assert verify_width(backend, runner, facts, None) == 8
