@@ -4,27 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.hooks import boot
-
-
-class Store:
-    """A key-value store as torch.distributed has one."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.held[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.held[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.held for key in keys)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +24,8 @@ def test_no_list_excludes_nobody() -> None:
     assert boot.excluded_by({}) is None
 
 
-def test_every_rank_reports_and_the_silent_one_is_named() -> None:
-    store, slept = Store(), []
+def test_every_rank_reports_and_the_silent_one_is_named(store: Any) -> None:
+    slept: list[float] = []
     clock = SimpleNamespace(now=0.0)
 
     def sleep(seconds: float) -> None:
@@ -56,8 +41,7 @@ def test_every_rank_reports_and_the_silent_one_is_named() -> None:
     assert sum(slept) == pytest.approx(1.0, abs=0.1)
 
 
-def test_nobody_waits_when_all_have_reported() -> None:
-    store = Store()
+def test_nobody_waits_when_all_have_reported(store: Any) -> None:
     for rank in range(2):
         boot.publish(store, boot.RankReport(rank))
 

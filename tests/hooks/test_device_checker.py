@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddtree_guard import render
 from ddtree_guard.config import Config, Depth, Mode
 from ddtree_guard.hooks import arm
 from ddtree_guard.hooks.links import with_parents
@@ -63,17 +61,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     yield make
     while arm.GUARDS:
         assert arm.GUARDS.pop().remove() == ()
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, str]]]:
-    caplog.set_level(logging.INFO, "ddtree_guard")
-
-    def read() -> list[dict[str, str]]:
-        found = [render.parse_line(text) for text in caplog.messages]
-        return [line for line in found if line and line["rule"] != "M5"]
-
-    return read
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])

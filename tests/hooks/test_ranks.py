@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -45,22 +46,6 @@ dist.destroy_process_group()
 """
 
 
-class Store:
-    """A key-value store of one process."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.held[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.held[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.held for key in keys)
-
-
 def _step(step_id: int, seed: int = 0) -> Step:
     return sound_step(seed).replace(who__step_id=step_id)
 
@@ -71,8 +56,7 @@ def _findings(steps: list[Step]) -> list[Finding]:
     return [finding for finding in found if finding is not None]
 
 
-def test_a_lagging_rank_is_not_waited_for() -> None:
-    store = Store()
+def test_a_lagging_rank_is_not_waited_for(store: Any) -> None:
     fast, slow = (Digests(store, rank, 2, every=1) for rank in (0, 1))
     for step_id in range(1, 4):
         assert fast.exchange(_step(step_id)) == []
@@ -80,8 +64,7 @@ def test_a_lagging_rank_is_not_waited_for() -> None:
     assert [s.who.step_id for s in fast.exchange(_step(4))] == [1]
 
 
-def test_only_every_nth_step_is_compared() -> None:
-    store = Store()
+def test_only_every_nth_step_is_compared(store: Any) -> None:
     digests = Digests(store, 0, 1, every=64)
     for step_id in range(1, 200):
         digests.exchange(_step(step_id))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ddtree_guard import render
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.errors import IncompatibleError, Violation
 from ddtree_guard.hooks import arm
@@ -28,8 +27,6 @@ ALGORITHMS = {
     "NGRAM": {"budget": 15, "draft_tokens": 16},
     "DFLASH": {"budget": 7, "draft_tokens": 8, "kind": "chain"},
 }
-# what stock's own buffers get wrong on sound steps, found once: no room for the tree columns
-LATENT = {"M5"}
 
 
 def _case(algorithm: str = "DDTREE", graph: bool = False, seed: int = 0) -> VerifyCase:
@@ -56,18 +53,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield make
     while arm.GUARDS:
         assert arm.GUARDS.pop().remove() == ()
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, str]]]:
-    """The findings in the log so far, as fields, latent ones left out."""
-    caplog.set_level(logging.INFO, "ddtree_guard")
-
-    def read() -> list[dict[str, str]]:
-        found = [render.parse_line(text) for text in caplog.messages]
-        return [line for line in found if line and line["rule"] not in LATENT]
-
-    return read
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])

@@ -1,0 +1,46 @@
+"""What the tests of the server's hooks share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from ddtree_guard import render
+
+# what stock's own buffers get wrong on sound steps, found once: no room for the tree columns
+LATENT = {"M5"}
+
+
+class Store:
+    """A key-value store of one process, as torch.distributed has one."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.held[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, str]]]:
+    """The findings in the log so far, as fields, latent ones left out."""
+    caplog.set_level(logging.INFO, "ddtree_guard")
+
+    def read() -> list[dict[str, str]]:
+        found = [render.parse_line(text) for text in caplog.messages]
+        return [line for line in found if line and line["rule"] not in LATENT]
+
+    return read
