@@ -48,8 +48,9 @@ class Case:
         self.operands = self.checker.bind(buffers, shape)
         self.ring = Ring(64, bs, w, pinned=True)
         self.packer = Packer(self.ring, device)
-        self.pack: Pack = self.packer.bind(buffers, bs, bs, w)
-        self.base = bare(self.step)
+        self.pack: Pack = self.packer.bind(buffers, bs, w)
+        self.base, self.kinds = bare(self.step), self.pack.kinds(bs)
+        self.who = self.step.who.step_id, self.step.who.rids
 
     def check(self) -> None:
         """The step as it is without a ring."""
@@ -58,7 +59,7 @@ class Case:
 
     def record(self) -> None:
         """What the ring adds to an eager step."""
-        self.ring.note(self.base, self.pack.kinds)
+        self.ring.note(self.base, self.kinds, self.who)
         self.pack.launch()
 
     def both(self) -> None:
@@ -68,7 +69,7 @@ class Case:
 
     def note(self) -> None:
         """What the ring adds to the host's part of a replay."""
-        self.ring.note(self.base, self.pack.kinds)
+        self.ring.note(self.base, self.kinds, self.who)
 
 
 def paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> dict[str, float]:
@@ -150,7 +151,7 @@ def _nothing() -> None:
 def same_as_host(case: Case) -> bool:
     """Whether the device packs what the host keeps, bit for bit."""
     torch.cuda.synchronize()
-    case.packer.reset()
+    case.packer.realign()
     torch.cuda.synchronize()
     for _ in range(70):
         case.record()
@@ -165,11 +166,11 @@ def same_as_host(case: Case) -> bool:
 def trail_us(bs: int) -> float:
     """Host time of the request trails, per step: what `Recorder.ran` and `accepted` do."""
     trails, rids = Trails(), tuple(f"r{i}" for i in range(bs))
+    tokens = [(5, 6, 7)] * bs
 
     def step() -> None:
         trails.ran(rids, 17, True)
-        for rid in rids:
-            trails.accepted(rid, (5, 6, 7))
+        trails.accepted(rids, tokens)
 
     times = []
     for _ in range(50):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LOG_PREFIX = "ddtree_guard finding"
 LOG_KEYS = (
     "rule", "scope", "rid", "step", "expected", "actual", "tokens_left", "incident", "dump",
+    "name",
 )  # fmt: skip
 _BARE = re.compile(r"[A-Za-z0-9_./:@%+*()\[\],<>-]+")
 _PAIR = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^\s"]+)')
@@ -50,19 +51,24 @@ def incident_id(finding: Finding, step: Step) -> str:
 
 
 def line(
-    finding: Finding, step: Step, incident: str | None = None, dump: object | None = None
-) -> str:
-    """The greppable line. Keys and their order never change; an unknown value is `-`."""
+    finding: Finding, step: Step, incident: str | None = None, dump: object | None = None,
+    name: str | None = None,
+) -> str:  # fmt: skip
+    """The greppable line. Keys and their order never change; an unknown value is `-`.
+
+    `name` is the rid as redacted dumps hold it, which `ddtree-guard request` takes.
+    """
     values: dict[str, object] = {
         "rule": finding.rule,
         "scope": finding.scope.value,
-        "rid": _known(finding.rid),
+        "rid": known(finding.rid),
         "step": step.who.step_id,
         "expected": finding.expected,
         "actual": finding.actual,
         "tokens_left": _left(finding.tokens_left),
         "incident": incident or incident_id(finding, step),
-        "dump": _known(dump),
+        "dump": known(dump),
+        "name": known(name),
     }
     return " ".join([LOG_PREFIX, *(f"{key}={quote(values[key])}" for key in LOG_KEYS)])
 
@@ -207,7 +213,8 @@ def _left(tokens_left: bool | None) -> str:
     return {True: "yes", False: "no", None: "unknown"}[tokens_left]
 
 
-def _known(value: object | None) -> object:
+def known(value: object | None) -> object:
+    """The value, or `-` for one that is not known."""
     return _UNKNOWN if value is None else value
 
 

@@ -79,6 +79,8 @@ def device_checker(guard: ServerGuard) -> Checker:
     """The checker that runs on the GPU, inside SGLang's graphs."""
     module = importlib.import_module("ddtree_guard.hooks.device_checker")
     made: Checker = module.DeviceChecker(guard.guard, guard.config.depth)
+    tape = importlib.import_module("ddtree_guard.hooks.tape")
+    made.tape = guard.flight.tape = tape.Tape(guard.flight.recorder)
     return made
 
 
@@ -138,6 +140,8 @@ def configuration_of(guard: ServerGuard) -> Step | None:
 
 def _report(config: Config, guard: ServerGuard | None, why: str) -> None:
     rank, world, store = boot.world_of(importlib.import_module("torch.distributed"))
+    if guard is not None and not why:
+        guard.flight.start(store)
     mine = boot.RankReport(rank, why)
     reports: tuple[boot.RankReport, ...] = (mine,)
     if store is not None:
@@ -152,8 +156,11 @@ def _report(config: Config, guard: ServerGuard | None, why: str) -> None:
     for report in reports if rank == 0 else (mine,):
         if not report.armed:
             log.error("%s", boot.not_guarded(report, world))
-    if rank == 0 and guard is not None:
-        log.warning("%s", _boot_line(guard, reports))
+    if guard is not None:
+        line = _boot_line(guard, reports)
+        guard.flight.says(line, f"rank {rank} of {world}" + (": of itself" if rank else ""))
+        if rank == 0:
+            log.warning("%s", line)
     refusal = boot.refuses(config, reports)
     if refusal:
         raise IncompatibleError(refusal)
@@ -198,6 +205,7 @@ def _boot_line(guard: ServerGuard, reports: tuple[boot.RankReport, ...]) -> str:
         rules=len(guard.guard.rules),
         skipped=skipped,
         backend=step.who.backend_kind if step is not None else "unknown",
+        ring=guard.flight.size,
     ).line()
 
 

@@ -26,6 +26,7 @@ class Checker(Protocol):
     """What the runtime asks of a checker. Every method may fail; that is counted per site."""
 
     kind: str
+    tape: Any
 
     def ready(self) -> None:
         """Workers and graphs are built; the first request comes next."""
@@ -53,6 +54,7 @@ class HostChecker:
     """Reads each step to the host and judges it with the NumPy rules."""
 
     kind = "host"
+    tape = None
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard

@@ -45,6 +45,7 @@ class Launch:
     verify: Operands
     table: Operands
     recorded: bool = False  # the graph holds the check; else it is launched before the replay
+    tape: Any = None  # the recorder's launch beside it, see hooks/tape.py
     # by path length and by how rows are counted
     outcome: dict[tuple[int, bool], tuple[Decision, Operands]] = field(default_factory=dict)
 
@@ -53,6 +54,7 @@ class DeviceChecker:
     """Implements `checker.Checker` with the fused kernel. Owns one verdict buffer."""
 
     kind = "device"
+    tape: Any = None  # the flight recorder's, where there is one
 
     def __init__(self, guard: Guard, depth: Depth = Depth.FAST) -> None:
         self.guard, self.depth = guard, depth
@@ -95,12 +97,16 @@ class DeviceChecker:
         parts = {"BS": launch.shape.lanes, "w": launch.shape.w, "mask": launch.buffers.mask is None}
         self._checks(view).before_capture(_key(view), parts, launch.buffers, launch.shape)
         launch.table.launch()
+        if self.tape is not None:
+            self.tape.prepare(launch, view)
 
     def capture(self, view: View) -> None:
         """Record the check. Nothing is bound, allocated or read here."""
         self._checks(view).in_graph(_key(view))
         self._launches[_key(view)].recorded = True
         self._stale = True
+        if self.tape is not None:
+            self.tape.capture(self._launches[_key(view)])
 
     # --- one step -------------------------------------------------------------------------------
     def build(self, record: Record, view: View) -> None:
@@ -122,6 +128,8 @@ class DeviceChecker:
         if self._samples(record, view):
             self.host.build(record, view)
             record.checked = False  # that is the device's word
+        if self.tape is not None:
+            self.tape.step(launch, record, view)
 
     def verify(self, record: Record) -> None:
         """Queue the acceptance rules and the copy of the verdict."""

@@ -45,13 +45,17 @@ class Journal:
         """Whether no finding of this rule was written before."""
         return rule not in self._rules
 
-    def write(self, finding: Finding, step: Step, dump: object | None = None) -> None:
-        """Log a finding, or count it towards the next line about repeats of its rule."""
+    def write(
+        self, finding: Finding, step: Step, dump: object | None = None, name: str | None = None
+    ) -> None:
+        """Log a finding, or count it towards the next line about repeats of its rule. `name` is
+        its rid as dumps hold it.
+        """
         now = self.clock()
         repeats = self._rules.get(finding.rule)
         if repeats is None:
             self._rules[finding.rule] = _Repeats(since=now)
-            log.error("%s", render.line(finding, step, dump=dump))
+            log.error("%s", render.line(finding, step, dump=dump, name=name))
             if self.style is LogStyle.BLOCK:
                 log.error("%s", render.block(finding, step, dump=dump))
             return

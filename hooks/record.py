@@ -31,7 +31,8 @@ class Record:
     """What is known of a step so far. `reqs` are SGLang's own request objects.
 
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
-    those of the device when its verdict has arrived. `ticket` belongs to the checker.
+    those of the device when its verdict has arrived. `ticket` belongs to the checker; `w` is the
+    step's width, once it is known.
     """
 
     step_id: int
@@ -42,6 +43,7 @@ class Record:
     findings: list[Finding] = field(default_factory=list)
     checked: bool = False
     settled: bool = False
+    w: int = 0
     ticket: Any = None
     kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = None

@@ -20,10 +20,10 @@ import numpy as np
 
 from ddtree_guard import render
 from ddtree_guard.config import Config, Mode
-from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.errors import Violation
 from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.checker import Checker, HostChecker
+from ddtree_guard.hooks.flight import Flight
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
@@ -82,7 +82,7 @@ class ServerGuard:
         self.fuses = Fuses(strict=config.mode is Mode.RAISE)
         self.taints = Taints()
         self.coverage = Coverage()
-        self.writer = DumpWriter(run, config)
+        self.flight = Flight(config, run, rank, self.metrics)
         self.current: Record | None = None
         self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -113,6 +113,7 @@ class ServerGuard:
         while self._reports:
             kept += self._reports.pop().restore()
         self.hooks.clear()
+        self.flight.stop()
         self.journal.flush()
         return tuple(kept)
 
@@ -196,6 +197,7 @@ class ServerGuard:
             backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state
         )
         self.checker.build(record, record.view)
+        self.flight.built(record)
 
     @site("build")
     def replayed(self, backend: Any, given: dict[str, Any]) -> None:
@@ -290,6 +292,7 @@ class ServerGuard:
             self.metrics.add("steps_checked_total")
         else:
             self._skip(record)
+        self.flight.settled(record)
         if found:
             self._apply(record, found, tokens_left)
         if self.digests is not None and record.step is not None:
@@ -309,22 +312,26 @@ class ServerGuard:
         self.coverage.skipped[why] += 1
 
     def _apply(self, record: Record, found: list[Finding], tokens_left: bool | None) -> None:
-        stop: str | None = None
-        for finding in found:
-            stopping = self.config.mode is Mode.RAISE and not finding.latent
-            action = "server stopped" if stopping else "logged"
-            finding = dataclasses.replace(finding, tokens_left=tokens_left, action=action)
-            text = self._report(record, finding)
-            if stopping:
-                stop = stop or text
-            elif not finding.latent:
-                self._taint(record, finding)
-        if stop is not None:
+        strict = self.config.mode is Mode.RAISE
+        found = [
+            dataclasses.replace(
+                finding,
+                tokens_left=tokens_left,
+                action="server stopped" if strict and not finding.latent else "logged",
+            )
+            for finding in found
+        ]
+        dump = self.flight.found(record, found)
+        texts = [self._report(record, finding, dump) for finding in found]
+        broken = [n for n, finding in enumerate(found) if not finding.latent]
+        if strict and broken:
             self.journal.flush()
-            raise Violation(stop)
+            raise Violation(texts[broken[0]])
+        for n in broken:
+            self._taint(record, found[n])
 
-    def _report(self, record: Record, finding: Finding) -> str:
-        """Count, dump the first of its rule, log. Returns the readable block."""
+    def _report(self, record: Record, finding: Finding, dump: object | None) -> str:
+        """Count and log a finding. Returns the readable block."""
         step = record.step
         assert step is not None  # a finding is made from a step
         if finding.latent:
@@ -332,12 +339,8 @@ class ServerGuard:
         else:
             self.coverage.findings += 1
         self.metrics.add("violations_total", rule=finding.rule, scope=finding.scope.value)
-        dump = None
-        if self.journal.is_new(finding.rule):
-            dump = self.writer.save([step], [(0, finding)])
-            self.metrics.add("dumps_total", 0 if dump is None else 1)
         if not finding.latent or self.journal.is_new(finding.rule):
-            self.journal.write(finding, step, dump)
+            self.journal.write(finding, step, dump, self.flight.name(finding.rid))
         return render.block(finding, step, dump)
 
     def _taint(self, record: Record, finding: Finding) -> None:
@@ -353,12 +356,14 @@ class ServerGuard:
         for req in reqs:
             source = self.taints.reuse(req)
             if source is not None:
+                self.flight.tainted(str(req.rid))
                 log.error(
-                    "ddtree_guard tainted rid=%s source=%s cached=%d: it reuses KV of a step that "
-                    "had a finding",
+                    "ddtree_guard tainted rid=%s source=%s cached=%d name=%s: it reuses KV of a "
+                    "step that had a finding",
                     render.quote(req.rid),
                     render.quote(source),
                     len(req.prefix_indices),
+                    render.known(self.flight.name(str(req.rid))),
                 )
 
     def _target(self, backend: Any) -> Any:

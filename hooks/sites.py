@@ -28,7 +28,7 @@ _RESULTS_V1 = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOut
 
 def scheduler_hooks(guard: ServerGuard) -> tuple[Hook, ...]:
     """Sites whose targets exist before any model is built."""
-    return (_init_hook(guard), *_resolve_hooks(guard))
+    return (_init_hook(guard), *_resolve_hooks(guard), guard.flight.hook())
 
 
 def _init_hook(guard: ServerGuard) -> Hook:
@@ -265,8 +265,10 @@ def _resolve_hooks(guard: ServerGuard) -> tuple[Hook, ...]:
             def resolve_tokens(self: Any, result: Any, batch: Any) -> Any:
                 record = guard.resolve(result)
                 tokens = original.value(self, result, batch)
-                if record is not None and commits:
-                    guard.commit(record, tokens)
+                if record is not None:
+                    guard.flight.accepted(record, tokens)
+                    if commits:
+                        guard.commit(record, tokens)
                 return tokens
 
             return resolve_tokens

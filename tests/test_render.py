@@ -37,7 +37,7 @@ STEP = Step(4, 4, Widths(17), who=Who(rids=("a", "7f3a", "b", "c"), step_id=912)
 def test_line_is_frozen() -> None:
     assert render.line(FINDING, STEP, incident="dg-7f3a", dump="/var/dg/a dump") == (
         "ddtree_guard finding rule=W3 scope=batch rid=7f3a step=912 expected=1105 actual=1024 "
-        'tokens_left=no incident=dg-7f3a dump="/var/dg/a dump"'
+        'tokens_left=no incident=dg-7f3a dump="/var/dg/a dump" name=-'
     )
 
 

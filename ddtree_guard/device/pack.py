@@ -4,7 +4,9 @@ The ring slot is chosen on the device, so the launch can be captured in a graph 
 fills the next slot without the host. `state` holds int64 words: [0] steps written, [1] programs of
 this launch that are done. A program starts only after all of the launch before it have ended, and
 the last one to be done writes the header and counts, so all programs of a launch see one count.
-The words go straight to host memory over PCIe: no staging buffer, no copy to queue.
+The words go straight to host memory over PCIe: no staging buffer, no copy to queue. Each program
+releases its words to the whole system before it counts itself, so a host that reads the header
+reads the words behind it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from ddtree_guard.device.operands import Buffers, bind
 from ddtree_guard.errors import UsageError
 
 Tensor = Any
+Kinds = dict[str, tuple[str, tuple[int, ...]]]  # field of a Step to dtype and shape
 HAS = {"tokens": 1, "parents": 2, "positions": 4, "out_cache_loc": 8, "mask": 16, "sizes": 32,
        "qo_indptr": 64, "kv_indptr": 128, "mask_indptr": 256}  # fmt: skip
 _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
@@ -89,7 +92,7 @@ def pack_kernel(
             seen = tl.load(mask + cell, inside, 0) != 0
             bits = tl.sum(seen.to(tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :], 1)
             tl.store(slot + at_bits + at * row_words + word, bits, mine)
-    done = tl.atomic_add(state + 1, 1, sem="acq_rel")
+    done = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="sys")
     if done == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(slot, number + 1)
         tl.store(state + 1, tl.zeros([], tl.int64))
@@ -98,11 +101,18 @@ def pack_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One bound launch. `kinds` says what it writes, for `Ring.note`."""
+    """One bound launch, and what it writes. `has` are the bits of HAS that are present."""
 
     launch: Callable[[], None]
-    kinds: dict[str, tuple[str, tuple[int, ...]]]
+    buffers: Buffers
+    lanes: int
+    w: int
+    has: int
     keep: tuple[Any, ...] = ()
+
+    def kinds(self, bs: int) -> Kinds:
+        """What a step of `bs` live requests leaves in a slot, for `Ring.note`."""
+        return _kinds(self.buffers, {n for n in HAS if self.has & HAS[n]}, bs, self.lanes, self.w)
 
 
 class Packer:
@@ -112,13 +122,14 @@ class Packer:
         self.ring = ring
         self.state = torch.zeros(2, dtype=torch.int64, device=torch.device(device))
 
-    def reset(self) -> None:
-        """Forget steps packed by warm-up and capture. Not capturable."""
-        self.state.zero_()
-        self.ring.restart()
+    def realign(self) -> None:
+        """Let the device count on from the host's number, on the current stream: after warm-up
+        and capture, or when a launch was lost. Not capturable.
+        """
+        self.state[:1].fill_(self.ring.realign())
 
-    def bind(self, buffers: Buffers, bs: int, lanes: int, w: int) -> Pack:
-        """Bind the arrays of a launch: `lanes` requests of `w` rows, `bs` of them live.
+    def bind(self, buffers: Buffers, lanes: int, w: int) -> Pack:
+        """Bind the arrays of a launch: `lanes` requests of `w` rows.
 
         Compiles on first use of a kind: call before capture. Raises UsageError for a launch that
         does not fit into a slot of the ring.
@@ -138,13 +149,13 @@ class Packer:
             lanes, w, self.ring.steps, self.ring.words, 0 if mask is None else mask.numel(),
             *(places[path] for path in _PLACES), -(-self.ring.w // 64),
         )  # fmt: skip
-        rows = 32
+        rows, bits = 32, sum(HAS[name] for name in has)
         launch = bind(
             pack_kernel, (lanes, triton.cdiv(w, rows)),
             (self.state, self.ring.tensor, *tensors, *numbers), 1,
-            HAS=sum(HAS[name] for name in has), ROWS=rows,
+            HAS=bits, ROWS=rows,
         )  # fmt: skip
-        return Pack(launch, _kinds(buffers, has, bs, lanes, w), (tensors, self.ring.tensor))
+        return Pack(launch, buffers, lanes, w, bits, (tensors, self.ring.tensor))
 
 
 _TENSORS = (
@@ -165,9 +176,7 @@ def _flat(tensor: Tensor, spare: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def _kinds(
-    buffers: Buffers, has: set[str], bs: int, lanes: int, w: int
-) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _kinds(buffers: Buffers, has: set[str], bs: int, lanes: int, w: int) -> Kinds:
     """dtype and shape of each field as a Step holds it."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {
         "qo_indptr": ("layout.qo_indptr", (lanes + 1,)),
@@ -179,9 +188,7 @@ def _kinds(
         "positions": ("positions.values", (lanes * w,)),
         "out_cache_loc": ("slots.out_cache_loc", (lanes * w,)),
     }
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {
-        "layout.prefix_lens": (_name(buffers.lens), (lanes,))
-    }
+    kinds: Kinds = {"layout.prefix_lens": (_name(buffers.lens), (lanes,))}
     for name, (path, shape) in shapes.items():
         if name in has:
             kinds[path] = (_name(getattr(buffers, name)), shape)

@@ -1,8 +1,8 @@
 """The flight recorder of one process: what the last seconds were, on disk before anyone asks.
 
-The serving thread calls `step`, `accepted` and `finding`; none of them raises, waits for the device
-or for the disk, except that the first finding of a quiet time is written at once. A thread of its
-own writes the dumps that signals and heuristics ask for, and the trails of requests gone idle.
+The serving thread calls `put` or `packed`, `ran`, `accepted` and `finding`; none of them raises,
+waits for the device or for the disk, except that a finding's dump is written at once. A thread of
+its own writes the dumps that signals and heuristics ask for, and the trails of requests gone idle.
 """
 
 from __future__ import annotations
@@ -18,24 +18,28 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ddtree_guard.config import Config
+from ddtree_guard.dump.trail import Trail
 from ddtree_guard.dump.write import DumpWriter, Notes
+from ddtree_guard.errors import Violation
 from ddtree_guard.recorder import signals
 from ddtree_guard.recorder.heuristics import Heuristics
-from ddtree_guard.recorder.ring import OUTCOME, Ring
-from ddtree_guard.recorder.trail import Trails
-from ddtree_guard.rule import Finding
+from ddtree_guard.recorder.ring import OUTCOME, Kinds, Ring
+from ddtree_guard.recorder.trail import IDLE_S, Trails
+from ddtree_guard.render import known, quote
+from ddtree_guard.rule import Finding, Scope
 from ddtree_guard.step import Step
 
 __all__ = ["Recorder", "Ring", "Trails"]
 
 log = logging.getLogger("ddtree_guard")
 QUIET_S = 30.0  # after a dump, further triggers of its kind are counted only
+LONGEST_S = 3600.0  # the quiet time doubles with each dump of a rule or heuristic, up to this
 SWEEP_S = 5.0
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _harmless(
+def harmless(
     method: Callable[Concatenate[Recorder, P], R],
 ) -> Callable[Concatenate[Recorder, P], R | None]:
     """Count the recorder's own faults; serving goes on."""
@@ -45,9 +49,7 @@ def _harmless(
         try:
             return method(self, *args, **kwargs)
         except Exception:
-            self.faults += 1
-            if self.faults == 1:
-                log.warning("ddtree_guard: the recorder failed; serving continues", exc_info=True)
+            self.failed()
             return None
 
     return call
@@ -57,7 +59,8 @@ class Recorder:
     """Ring, trails and triggers of one process.
 
     `dumps` counts dumps written, `faults` errors of the recorder itself. `ring` is None until the
-    first step, or until `open_ring`. `clock` gives seconds that never go back.
+    first step, or until `open_ring`. `clock` gives seconds that never go back; `count` adds to a
+    metric by name.
     """
 
     def __init__(
@@ -67,17 +70,19 @@ class Recorder:
         rank: str = "TP0",
         clock: Callable[[], float] = time.monotonic,
         quiet_s: float = QUIET_S,
+        count: Callable[[str, float], None] = lambda name, amount: None,
     ) -> None:
         self.config, self.writer = config, writer
-        self.clock, self.quiet_s = clock, quiet_s
-        hide = writer.redactor.request if config.redact else None
+        self.clock, self.quiet_s, self.count = clock, quiet_s, count
+        # looked up anew: the key of the job is known only when its ranks have met
+        hide = (lambda request: writer.redactor.request(request)) if config.redact else None
         self.trails = Trails(writer.folder, rank, hide)
         self.heuristics = Heuristics()
         self.ring: Ring | None = None
         self.doctor: Sequence[str] = ()
         self.dumps = self.faults = 0
         self._numbers: dict[int, int] = {}  # step id to its number in the ring
-        self._since: dict[str, float] = {}
+        self._quiet: dict[str, tuple[float, float]] = {}  # kind or rule to its end and length
         self._suppressed = 0
         self._writing = threading.RLock()
         # SimpleQueue.put may be called from a signal handler; a lock or an Event may not.
@@ -85,15 +90,30 @@ class Recorder:
         self._thread: threading.Thread | None = None
         self._undo: Callable[[], bool] | None = None
 
+    def failed(self) -> None:
+        """Count the fault that is being handled, and say so the first time."""
+        self.faults += 1
+        if self.faults == 1:
+            log.warning("ddtree_guard: the recorder failed; serving continues", exc_info=True)
+
     # --- the serving thread ---------------------------------------------------------------------
     def open_ring(self, lanes: int, w: int, pinned: bool = False) -> Ring:
         """Allocate the ring for steps of at most `lanes` requests of `w` rows."""
         self.ring = Ring(self.config.ring_steps, lanes, w, pinned=pinned)
         return self.ring
 
-    @_harmless
+    @harmless
     def step(self, step: Step, checked: bool = True) -> None:
+        """`put` and `ran` in one."""
+        self._put(step)
+        self.ran(step.who.rids, step.w, checked)
+
+    @harmless
+    def put(self, step: Step) -> None:
         """Keep a step whose arrays are on the host."""
+        self._put(step)
+
+    def _put(self, step: Step) -> None:
         if self.ring is None or (
             not self.ring.fits(step.padded_bs, step.w) and self.ring.tensor is None
         ):
@@ -101,7 +121,8 @@ class Recorder:
         assert self.ring is not None
         if self.ring.put(step):
             self._remember(step.who.step_id)
-        self.ran(step.who.rids, step.w, checked)
+        else:
+            self.count("ring_dropped_total", 1)
 
     def _grow(self, step: Step) -> None:
         """A ring that holds larger steps, with those kept so far: widths change at run time."""
@@ -117,14 +138,31 @@ class Recorder:
             if ring.put(one):
                 self._remember(one.who.step_id)
 
-    @_harmless
-    def packed(
-        self, step_id: int, base: Step, kinds: dict[str, tuple[str, tuple[int, ...]]]
-    ) -> None:
-        """The device is about to pack a step into the ring (`device.pack`)."""
+    @harmless
+    def packed(self, base: Step, kinds: Kinds, who: tuple[int, tuple[str, ...]]) -> None:
+        """The device is about to pack a step into the ring (`device.pack`). `who` are the step's
+        id and rids.
+        """
         if self.ring is not None and self.ring.steps:
-            self.ring.note(base, kinds)
-            self._remember(step_id)
+            self.ring.note(base, kinds, who)
+            self._remember(who[0])
+
+    def unpacked(self, step_id: int) -> None:
+        """The device does not pack this step after all; it is the newest."""
+        if self.ring is not None and self._numbers.get(step_id) == self.ring.written:
+            del self._numbers[step_id]
+            self.ring.unnote()
+
+    def arrived(self, step_id: int) -> bool:
+        """Whether the ring holds, or held, the words of a step that the device has ended."""
+        number = self._numbers.get(step_id)
+        return self.ring is None or number is None or self.ring.arrived(number)
+
+    def drop(self) -> None:
+        """Count a step that could not be kept."""
+        if self.ring is not None:
+            self.ring.dropped += 1
+        self.count("ring_dropped_total", 1)
 
     def _remember(self, step_id: int) -> None:
         assert self.ring is not None
@@ -133,36 +171,42 @@ class Recorder:
             oldest = self.ring.written - self.ring.steps
             self._numbers = {k: n for k, n in self._numbers.items() if n > oldest}
 
+    @harmless
     def ran(self, rids: Sequence[str], w: int, checked: bool) -> None:
         """A verify step ran for these requests."""
         self.trails.ran(rids, w, checked)
 
-    @_harmless
+    @harmless
     def accepted(
         self, step_id: int, rids: Sequence[str], tokens: Sequence[Sequence[int]],
         outcome: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """What a step committed, per request, on the host; `outcome` are arrays for the ring."""
-        if self.ring is not None and outcome:
-            values = {path: v for path, v in outcome.items() if path in OUTCOME}
-            self.ring.outcome(self._numbers.get(step_id, 0), values)
+        if self.ring is not None:
+            number = self._numbers.get(step_id, 0)
+            if outcome:
+                values = {path: v for path, v in outcome.items() if path in OUTCOME}
+                self.ring.outcome(number, values)
+            self.ring.committed(number, tokens)
         told = [self.heuristics.lengths(sum(map(len, tokens)), len(tokens))]
-        for rid, mine in zip(rids, tokens, strict=False):
-            told.append(self.heuristics.run(rid, self.trails.accepted(rid, mine)))
+        runs = self.trails.accepted(rids, tokens)
+        told += [self.heuristics.run(rid, run) for rid, run in zip(rids, runs, strict=False)]
         for why in filter(None, told):
             self.ask("heuristic", why)
 
-    @_harmless
+    @harmless
     def finding(
         self, step: Step, findings: Sequence[Finding], rids: Sequence[str] = ()
     ) -> Path | None:
         """A step with findings: dump it whole behind the ring's steps, at once.
 
-        `rids` are the requests that the findings concern (all of the step's by default). Returns
-        the dump, or None where one was written a moment ago or cannot be written.
+        `rids` are the requests that the findings concern (by default those that each finding
+        names, or all of the step's). Returns the dump, or None where every rule was dumped a
+        moment ago or the dump cannot be written.
         """
         for found in findings:
-            self.trails.hit(rids or step.who.rids, found.rule)
+            if not found.latent:  # nobody's answer was made from it
+                self.trails.hit(rids or concerned(found, step), found.rule)
         why = ", ".join(dict.fromkeys(found.rule for found in findings))
         return self.trigger("finding", why, step, findings)
 
@@ -170,20 +214,32 @@ class Recorder:
     def trigger(
         self, kind: str, why: str, step: Step | None = None, findings: Sequence[Finding] = ()
     ) -> Path | None:
-        """Write a dump now, in this thread, unless one of this kind and reason was just written.
+        """Write a dump now, in this thread, unless one of this kind, or of each of these rules,
+        was just written.
 
         A storm yields one dump and a count, which the next dump holds. Never raises.
         """
-        key = f"{kind} {why}" if kind == "finding" else kind
+        keys = list(dict.fromkeys(found.rule for found in findings)) or [kind]
         with self._writing:
-            now, last = self.clock(), self._since.get(key)
-            if last is not None and now - last < self.quiet_s:
+            now = self.clock()
+            ends = [self._quiet.get(key, (now, 0.0))[0] for key in keys]
+            if all(now < end for end in ends):
                 self._suppressed += 1
+                if kind == "signal":  # somebody waits for it
+                    left = max(ends) - now
+                    log.warning("ddtree_guard: no dump for %s, ask again in %.0f s", why, left)
                 return None
-            self._since[key] = now  # a disk that fails is not tried again in the next step
+            # also where the disk fails: it is not tried again in the next step
+            self._quiet.update({key: self._calm(key, kind, now) for key in keys})
             return self._dump(kind, why, step, findings)
 
-    @_harmless
+    def _calm(self, key: str, kind: str, now: float) -> tuple[float, float]:
+        """The quiet time that begins: longer each time, unless a person asked."""
+        before = self._quiet.get(key, (0.0, 0.0))[1] if kind in ("finding", "heuristic") else 0.0
+        length = min(2 * before, LONGEST_S) if before else self.quiet_s
+        return now + length, length
+
+    @harmless
     def _dump(
         self, kind: str, why: str, step: Step | None, findings: Sequence[Finding]
     ) -> Path | None:
@@ -192,7 +248,7 @@ class Recorder:
             steps = [s for s in steps if s.who.step_id != step.who.step_id] + [step]
         if not steps:
             log.warning("ddtree_guard: nothing to dump yet, no verify step has run (%s)", why)
-            self._since.pop(kind, None)
+            self._quiet.pop(kind, None)
             return None
         notes = Notes(
             trigger=kind,
@@ -206,6 +262,7 @@ class Recorder:
         if path is not None:
             self.dumps += 1
             self._suppressed = 0
+            self.count("dumps_total", 1)
             if kind != "finding":  # a finding's own log line names the dump
                 log.warning("ddtree_guard dump trigger=%s why=%r dump=%s", kind, why, path)
         return path
@@ -222,7 +279,9 @@ class Recorder:
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)):
+            # a Violation was dumped as a finding
+            ended = (SystemExit, KeyboardInterrupt, GeneratorExit, Violation)
+            if not isinstance(error, ended):
                 self.trigger("crash", f"{type(error).__name__}")
             raise
 
@@ -246,7 +305,7 @@ class Recorder:
             self._asked.put(None)
             self._thread.join(timeout=30)
             self._thread = None
-        self.trails.sweep(idle_s=-1.0)
+        self._sweep(-1.0)
 
     def _work(self) -> None:
         while True:
@@ -259,6 +318,29 @@ class Recorder:
                 return
             self.trigger(*asked)
 
-    @_harmless
-    def _sweep(self) -> None:
-        self.trails.sweep()
+    @harmless
+    def _sweep(self, idle_s: float = IDLE_S) -> None:
+        for trail in self.trails.sweep(idle_s):
+            self._tell(trail)
+
+    def _tell(self, trail: Trail) -> None:
+        """One line a request, once it has ended: the answer, and its name in dumps."""
+        level = logging.INFO if trail.clean else logging.WARNING
+        if trail.clean and "TP0" not in self.trails.name:
+            return  # the other ranks would say the same
+        words = map(known, (trail.rid, self.name(trail.rid), trail.verdict, trail.run))
+        text = "ddtree_guard request rid=%s name=%s verdict=%s run=%s"
+        log.log(level, text, *map(quote, words))
+
+    def name(self, rid: str | None) -> str | None:
+        """The name under which dumps and trails hold a request; None where that is its id."""
+        hidden = self.config.redact and rid is not None
+        return self.writer.redactor.rid(str(rid)) if hidden else None
+
+
+def concerned(found: Finding, step: Step) -> tuple[str, ...]:
+    """The rids that a finding is about: offender and victims, or everybody in the step."""
+    rids = step.who.rids
+    if found.scope is not Scope.REQUEST or found.request is None:
+        return rids
+    return tuple(rids[i] for i in (found.request, *found.victims) if 0 <= i < len(rids))

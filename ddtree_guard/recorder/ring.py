@@ -11,7 +11,7 @@ The mask is kept as its tree columns only, one bit a cell, at the offsets that t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ import numpy as np
 from ddtree_guard.step import ARRAY_SHAPES, PARTS, Step
 
 MAX_BYTES = 8 << 20
-HEADER = 4  # words: steps written so far when this one was, then spare ones
+HEADER = 4  # words: the number of this step, then spare ones
+MARGIN = 8  # numbers left out by `realign`: more than a device can be ahead of the host
 BITS = "mask.tree_bits"
 # Field and its room in words, in terms of lanes L, width w and bit words per row.
 FIELDS: Mapping[str, str] = {
@@ -32,6 +33,7 @@ FIELDS: Mapping[str, str] = {
 }  # fmt: skip
 PATH = 16  # columns of an accepted path that have room; a longer one is left out
 OUTCOME = tuple(path for path in FIELDS if path.startswith("outcome."))
+Kinds = dict[str, tuple[str, tuple[int, ...]]]  # field to dtype and shape, of those present
 
 
 def bit_words(w: int) -> int:
@@ -69,11 +71,15 @@ def bare(step: Step) -> Step:
 
 @dataclass(slots=True)
 class _Slot:
-    """What is not in the words. `kinds` gives dtype and shape of each field that is present."""
+    """What is not in the words. `who` is (step id, rids) where steps share a base; `tokens` are
+    the committed ones, per request.
+    """
 
-    number: int  # of the step, from 1; 0 for a slot that holds none
+    number: int  # of the step, from 1
     base: Step
-    kinds: dict[str, tuple[str, tuple[int, ...]]]
+    kinds: Kinds
+    who: tuple[int, tuple[str, ...]] | None = None
+    tokens: tuple[tuple[int, ...], ...] | None = None
 
 
 class Ring:
@@ -96,7 +102,7 @@ class Ring:
             if self.tensor is None
             else self.tensor.numpy()
         )
-        self.written = self.dropped = 0
+        self.written = self.dropped = self._sure = 0
         self._slots: list[_Slot | None] = [None] * self.steps
 
     @property
@@ -126,17 +132,40 @@ class Ring:
         self._slots[at] = _Slot(self.written, bare(step), kinds)
         return True
 
-    def note(self, base: Step, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-        """The device packs a step into the next slot; here is what it does not write."""
+    def note(self, base: Step, kinds: Kinds, who: tuple[int, tuple[str, ...]] | None = None) -> int:
+        """The device packs a step into the next slot; here is what it does not write. Returns the
+        step's number. `who` are its id and rids, for a base that many steps share.
+        """
         at = self.written % self.steps
         self.written += 1
-        self._slots[at] = _Slot(self.written, base, kinds)
+        self._slots[at] = _Slot(self.written, base, kinds, who)
+        return self.written
 
-    def restart(self) -> None:
-        """Forget every step, as the device does after warm-up and capture."""
-        self._slots = [None] * self.steps
-        self.block[:] = 0
-        self.written = 0
+    def unnote(self) -> None:
+        """Take the newest note back: nothing was launched for it."""
+        if self.written and self.steps:
+            self._slots[(self.written - 1) % self.steps] = None
+            self.written -= 1
+
+    def realign(self) -> int:
+        """The number of steps from which both sides count on, beyond what either has used: after
+        warm-up and capture, or when a launch was lost. Steps that are known to have arrived stay;
+        the words of later ones may be another step's.
+        """
+        seen = int(self.block[:, 0].max()) if self.steps else 0
+        for at, slot in enumerate(self._slots):
+            if slot is not None and slot.number > self._sure:
+                self._slots[at] = None
+        self.written = max(self.written, seen) + MARGIN
+        return self.written
+
+    def arrived(self, number: int) -> bool:
+        """Whether the words of the step with this number, which the device has ended, are there,
+        or newer ones.
+        """
+        there = self.steps > 0 and int(self.block[(number - 1) % self.steps, 0]) >= number
+        self._sure = max(self._sure, number if there else 0)
+        return there
 
     def outcome(self, number: int, values: Mapping[str, Any]) -> None:
         """Add host arrays of what verification decided to the step with this number."""
@@ -148,6 +177,12 @@ class Ring:
             if array is not None and array.size <= self.places[path][1]:
                 kinds = self._copy((number - 1) % self.steps, path, array)
                 slot.kinds = {**slot.kinds, path: kinds}
+
+    def committed(self, number: int, tokens: Sequence[Sequence[int]]) -> None:
+        """Add the tokens that the step with this number committed, per request."""
+        slot = self._slots[(number - 1) % self.steps] if self.steps else None
+        if slot is not None and slot.number == number:
+            slot.tokens = tuple(map(tuple, tokens))
 
     def snapshot(self) -> list[Step]:
         """Copies of the steps that are whole, oldest first."""
@@ -178,9 +213,7 @@ class Ring:
         np.copyto(self.block[at, begin : begin + value.size], value.reshape(-1), casting="unsafe")
         return value.dtype.name, value.shape
 
-    def _copy_bits(
-        self, at: int, step: Step, kinds: dict[str, tuple[str, tuple[int, ...]]]
-    ) -> None:
+    def _copy_bits(self, at: int, step: Step, kinds: Kinds) -> None:
         bits = step.mask.tree_bits
         bits = tree_bits(step) if bits is None else _host(bits)
         if bits is None or bits.shape != (step.bs, step.w, -(-step.w // 8)):
@@ -202,6 +235,11 @@ class Ring:
                 count = int(np.prod(shape))
                 value = words[begin : begin + count].astype(dtype).reshape(shape)
             changes[path.replace(".", "__")] = np.ascontiguousarray(value)
+        if slot.who is not None:
+            changes["who__step_id"], changes["who__rids"] = slot.who
+        if slot.tokens is not None and len(slot.tokens) == slot.base.bs:
+            changes.setdefault("outcome__accept_lens", np.array(list(map(len, slot.tokens))))
+            changes.setdefault("outcome__committed", _padded(slot.tokens))
         return slot.base.replace(**changes)
 
 
@@ -229,6 +267,14 @@ def tree_bits(step: Step) -> Any:
     inside = (at >= 0) & (at < len(cells)) & (column < np.diff(rows)[: step.bs, None, None])
     read = (cells[np.where(inside, at, 0)] != 0) & inside
     return np.packbits(read, axis=2, bitorder="little")
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Any:
+    """Rows of different lengths as one array, -1 behind their ends."""
+    array = np.full((len(rows), max(map(len, rows), default=0)), -1, np.int64)
+    for at, row in enumerate(rows):
+        array[at, : len(row)] = row
+    return array
 
 
 def _host(value: Any) -> Any:

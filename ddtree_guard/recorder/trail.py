@@ -48,6 +48,7 @@ class Trails:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`hide` redacts the JSON form of a trail before it is written."""
+        self.name = name
         safe = re.sub(r"[^A-Za-z0-9.-]+", "-", name)
         self.path = None if folder is None else folder / f"trail_{safe}_pid{os.getpid()}.jsonl"
         self.hide = hide
@@ -97,17 +98,22 @@ class Trails:
                 rules = self._entry(rid)[0].rules
                 rules[rule] = rules.get(rule, 0) + 1
 
-    def accepted(self, rid: str, tokens: Sequence[int]) -> int:
-        """A step committed these tokens. Returns the length of the run that the request is in."""
+    def accepted(self, rids: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[int]:
+        """A step committed these tokens, per request. Returns the length of the run of one token
+        that each request is in.
+        """
         with self._lock:
-            trail, tail = self._entry(rid)
-            count = len(tokens)
-            trail.accept[count] = trail.accept.get(count, 0) + 1
-            for token in tokens:
-                tail.length = tail.length + 1 if token == tail.token else 1
-                tail.token = token
-                trail.run = max(trail.run, tail.length)
-            return tail.length
+            return [self._accepted(*each) for each in zip(rids, tokens, strict=False)]
+
+    def _accepted(self, rid: str, tokens: Sequence[int]) -> int:
+        trail, tail = self._entry(rid)
+        count = len(tokens)
+        trail.accept[count] = trail.accept.get(count, 0) + 1
+        for token in tokens:
+            tail.length = tail.length + 1 if token == tail.token else 1
+            tail.token = token
+            trail.run = max(trail.run, tail.length)
+        return tail.length
 
     def taint(self, rid: str) -> None:
         """The request's prefix holds KV of a step with a finding."""
@@ -120,14 +126,15 @@ class Trails:
             kept = [trail for trail, _ in self._live.values()]
             return [trail.as_json() for trail in kept[::-1][:count]]
 
-    def sweep(self, idle_s: float = IDLE_S) -> None:
-        """Write and forget the requests that have been idle for `idle_s` seconds."""
+    def sweep(self, idle_s: float = IDLE_S) -> list[Trail]:
+        """Write and forget the requests that have been idle for `idle_s` seconds. Returns them."""
         limit = self.clock() - idle_s
         with self._lock:
             idle = [rid for rid, (trail, _) in self._live.items() if trail.last <= limit]
             gone = self._waiting + [self._live.pop(rid)[0] for rid in idle]
             self._waiting = []
         self._write(gone)
+        return gone
 
     def _write(self, trails: Sequence[Trail]) -> None:
         """Append to the file; what fails is counted in `lost` and never raised."""

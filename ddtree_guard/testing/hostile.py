@@ -76,7 +76,7 @@ class Arena:
         findings = [(0, finding) for finding in Guard().check(steps[0]).findings]
         trails = Trails(self.root / "sound" / "run", "TP0")
         trails.ran(("r0", "r1"), 5, True)
-        trails.accepted("r0", [1, 2, 2])
+        trails.accepted(["r0"], [[1, 2, 2]])
         notes = Notes("finding", "W3", requests=trails.recent(), doctor=("armed=1/1",))
         self.sound = DumpWriter("run", config).write(steps, findings, notes)
         others = [step.replace(who__rank="TP1") for step in steps]

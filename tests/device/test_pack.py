@@ -32,8 +32,8 @@ def test_the_device_writes_what_the_host_writes(w: int, lanes: int | None) -> No
     for seed in range(5):
         one = step(seed, w, lanes)
         host.put(one)
-        pack = packer.bind(buffers_of(one, DEVICE), one.bs, one.padded_bs, w)
-        device.note(bare(one), pack.kinds)
+        pack = packer.bind(buffers_of(one, DEVICE), one.padded_bs, w)
+        device.note(bare(one), pack.kinds(one.bs))
         pack.launch()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -45,8 +45,8 @@ def test_the_device_writes_what_the_host_writes(w: int, lanes: int | None) -> No
 def test_a_step_that_has_not_arrived_is_not_in_the_snapshot() -> None:
     ring = Ring(3, 4, 17, pinned=True)
     packer, one = Packer(ring, DEVICE), step(0, 17, 4)
-    pack = packer.bind(buffers_of(one, DEVICE), 3, 4, 17)
-    ring.note(bare(one), pack.kinds)  # noted, not launched
+    pack = packer.bind(buffers_of(one, DEVICE), 4, 17)
+    ring.note(bare(one), pack.kinds(3))  # noted, not launched
     assert ring.snapshot() == []
 
 
@@ -55,8 +55,8 @@ def test_missing_arrays_are_left_out() -> None:
         mask__cells=None, layout__mask_indptr=None, positions__values=None, tree__parents=None
     )
     ring = Ring(3, 4, 17, pinned=True)
-    pack = Packer(ring, DEVICE).bind(buffers_of(one, DEVICE), 3, 4, 17)
-    ring.note(bare(one), pack.kinds)
+    pack = Packer(ring, DEVICE).bind(buffers_of(one, DEVICE), 4, 17)
+    ring.note(bare(one), pack.kinds(3))
     pack.launch()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -65,22 +65,34 @@ def test_missing_arrays_are_left_out() -> None:
     assert found.tree.tokens.tolist() == one.tree.tokens.tolist()
 
 
-def test_warm_up_is_forgotten() -> None:
-    ring = Ring(3, 4, 17, pinned=True)
+def test_what_either_side_lost_is_left_out_and_the_rest_stays() -> None:
+    ring = Ring(32, 4, 17, pinned=True)
     packer, one = Packer(ring, DEVICE), step(0, 17, 4)
-    pack = packer.bind(buffers_of(one, DEVICE), 3, 4, 17)
-    pack.launch()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    packer.reset()
-    ring.note(bare(one), pack.kinds)
-    pack.launch()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    assert [s.who.step_id for s in ring.snapshot()] == [0]
+    pack = packer.bind(buffers_of(one, DEVICE), 4, 17)
+
+    def steps(*ids: int, launched: bool = True) -> None:
+        for step_id in ids:
+            ring.note(bare(one), pack.kinds(3), (step_id, ("a", "b", "c")))
+            if launched:
+                pack.launch()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    pack.launch()  # as warm-up and capture do: the device is ahead
+    packer.realign()
+    steps(1, 2)
+    assert ring.arrived(ring.written)
+    steps(3, launched=False)  # a forward pass that failed: the host is ahead
+    assert not ring.arrived(ring.written)
+    steps(4)
+    packer.realign()
+    steps(5, 6)
+    assert ring.arrived(ring.written)
+    assert [s.who.step_id for s in ring.snapshot()] == [1, 2, 5, 6]
+    assert ring.snapshot()[-1].who.rids == ("a", "b", "c")
 
 
 def test_a_launch_larger_than_a_slot_is_refused() -> None:
     packer, one = Packer(Ring(3, 4, 17, pinned=True), DEVICE), step(0, 33, 4)
     with pytest.raises(UsageError, match="expected to hold the step, found 4 of 33"):
-        packer.bind(buffers_of(one, DEVICE), 3, 4, 33)
+        packer.bind(buffers_of(one, DEVICE), 4, 33)

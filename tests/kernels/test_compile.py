@@ -15,10 +15,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
+from ddtree_guard.device.pack import pack_kernel
 from ddtree_guard.device.tree import parents_kernel
 
 OTHERS = {"logp_ptr": "*fp32", "lens_ptr": "*i64", "mask_ptr": "*u8", "buffers_ptr": "*u64"}
 OTHERS |= {"child": "*i64", "sibling": "*i64", "parents": "*i32", "depths": "*i32"}
+WORDS = ("state", "ring", "lens", "qo", "kv", "mi", "sizes", "tokens", "positions", "slots")
+OTHERS |= {"numel": "i64", "mask": "*u8", **dict.fromkeys(WORDS, "*i64")}
 
 def build(kernel, constants, **options):
     kinds = {}
@@ -36,6 +39,7 @@ build(verify_kernel._walk_kernel, {"PADDED": 32, "COLUMNS": 8})
 build(verify_kernel._move_kernel, {"COLUMNS": 8, "TILE": 1024})
 build(parents_kernel, {"W": 16, "ROUNDS": 4, "ROWS": 16})
 build(parents_kernel, {"W": 2048, "ROUNDS": 11, "ROWS": 16})
+build(pack_kernel, {"HAS": 511, "ROWS": 32}, num_warps=1)
 print("compiled")
 """
 

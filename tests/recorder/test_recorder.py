@@ -1,5 +1,6 @@
 """Triggers, storms, heuristics, the crash path, and that nothing of it reaches the server."""
 
+import itertools
 import logging
 import threading
 import time
@@ -98,6 +99,29 @@ def test_a_storm_yields_one_dump_and_a_count(recorder: Recorder, clock: Clock) -
     assert later is not None
     assert Dump(later).trigger["suppressed"] == 49
     assert recorder.dumps == 2
+
+
+def test_a_fault_that_stays_is_dumped_ever_more_rarely(recorder: Recorder, clock: Clock) -> None:
+    found, at = Guard().check(broken(1)).findings, []
+    recorder.step(step(1))
+    for _ in range(4 * 3600 // 10):
+        clock.now += 10
+        if recorder.finding(broken(1), found) is not None:
+            at.append(clock.now)
+    gaps = [b - a for a, b in itertools.pairwise(at)]
+    assert gaps[:5] == [30, 60, 120, 240, 480]
+    assert max(gaps) <= 3600
+    recorder.trigger("signal", "SIGUSR2")
+    clock.now += 31
+    assert recorder.trigger("signal", "SIGUSR2") is not None  # a person does not wait longer
+
+
+def test_a_rule_that_joins_a_storm_is_dumped(recorder: Recorder) -> None:
+    known = Guard().check(broken(1)).findings
+    new = Guard().check(FAULTS["T4"](step(2), 2).step).findings
+    assert recorder.finding(broken(1), known)
+    assert recorder.finding(broken(1), (*known, *new))
+    assert recorder.finding(broken(1), new) is None
 
 
 def test_another_rule_in_a_storm_gets_its_own_dump(recorder: Recorder) -> None:

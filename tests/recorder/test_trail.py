@@ -36,7 +36,7 @@ def test_a_trail_counts_what_the_issue_asks_for() -> None:
         trails.ran(("a", "b"), w, checked=w == 17)
     trails.hit(("b",), "W3")
     trails.taint("b")
-    assert [trails.accepted("a", tokens) for tokens in ([5, 5], [5, 6], [6])] == [2, 1, 2]
+    assert [trails.accepted(["a"], [t]) for t in ([5, 5], [5, 6], [6])] == [[2], [1], [2]]
     a, b = trail(trails, "a"), trail(trails, "b")
     assert (a.steps, a.checked, a.widths, a.accept, a.run) == (3, 2, {17: 2, 9: 1}, {2: 2, 1: 1}, 3)
     assert a.verdict == "2/3 steps checked, clean"
@@ -57,7 +57,7 @@ def test_the_json_form_obeys_the_schema_and_comes_back() -> None:
     trails = Trails()
     trails.ran(("a",), 17, True)
     trails.hit(("a",), "K12")
-    trails.accepted("a", [1, 1])
+    trails.accepted(["a"], [[1, 1]])
     (data,) = trails.recent()
     rules = json.loads(schema.SCHEMA_FILE.read_text())
     jsonschema.validate(data, {"$ref": "#/$defs/request", "$defs": rules["$defs"]})
