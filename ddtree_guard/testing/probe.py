@@ -11,6 +11,7 @@ or a benchmark puts one on the path; it is no part of an installed guard. It rea
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -57,7 +58,18 @@ def counters(guard: Any) -> dict[str, Any]:
         "checker": guard.checker.kind,
         "hooks": {name: state.ok for (name, _), state in guard.hooks.items()},
         "pinned_bytes": pinned_bytes(guard),
+        "recorder": recorder(guard.flight.recorder),
     }
+
+
+def recorder(made: Any) -> dict[str, Any]:
+    """The flight recorder's counters, and the process that takes SIGUSR2."""
+    ring = made.ring
+    held = {} if ring is None else {
+        "steps": ring.steps, "written": ring.written, "dropped": ring.dropped,
+        "lanes": ring.lanes, "bytes": ring.nbytes,
+    }  # fmt: skip
+    return {"pid": os.getpid(), "dumps": made.dumps, "faults": made.faults, "ring": held}
 
 
 def pinned_bytes(guard: Any) -> int:
