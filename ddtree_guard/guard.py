@@ -15,7 +15,7 @@ from ddtree_guard.checks import ALL
 from ddtree_guard.config import Config
 from ddtree_guard.errors import UsageError
 from ddtree_guard.rule import Finding, NotApplicable, NotEvaluable, Rule, Site
-from ddtree_guard.step import ARRAY_SHAPES, Step
+from ddtree_guard.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ def on_host(step: Step) -> Step:
     """The step with every array as a NumPy array: tensors are copied, lists converted."""
     foreign = {
         path.replace(".", "__"): _array(value)
-        for path in ARRAY_SHAPES
-        if (value := step.get(path)) is not None and not isinstance(value, np.ndarray)
+        for path, value, _ in step.arrays()
+        if not isinstance(value, np.ndarray)
     }
     return step.replace(**foreign) if foreign else step
 

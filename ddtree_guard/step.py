@@ -11,18 +11,17 @@ prefix length of request i, b draft block size, B tree budget (DDTree: w = B + 1
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from ddtree_guard.shape import BYTES, REAL, WHOLE, misfit
 
 # Any, because a field is a torch tensor while hot, a NumPy array on the host, or None.
 Array: TypeAlias = Any
 Int: TypeAlias = Any  # int, or None when unknown
-
-
-WHOLE, BYTES, REAL = "whole numbers", "one byte per cell (bool or uint8)", "numbers"
-_LARGEST = (1 << 63) - 1
-_DTYPE_KINDS = {WHOLE: "biu", BYTES: "biu", REAL: "biuf"}  # as NumPy names them
 
 
 def _array(*shape: str, kind: str = WHOLE) -> Any:
@@ -373,10 +372,7 @@ class Step:
 
     def get(self, path: str) -> Any:
         """The value at a dotted path such as `layout.qo_indptr`."""
-        value: Any = self
-        for name in path.split("."):
-            value = getattr(value, name)
-        return value
+        return _getter(path)(self)
 
     def replace(self, **changes: Any) -> Step:
         """A copy with fields changed, by dotted path with `__`: `layout__qo_indptr=...`."""
@@ -401,40 +397,27 @@ class Step:
 
     def misfit(self, path: str) -> str | None:
         """How the array at a dotted path departs from what is declared, or None if it fits."""
-        declared, value = ARRAY_SHAPES[path], self.get(path)
-        if value is None:
-            return None
-        sizes = {"bs": self.bs, "BS": self.padded_bs, "BS+1": self.padded_bs + 1, "w": self.w}
-        actual = tuple(value.shape)
-        wanted = tuple(sizes.get(name) for name in declared)
-        fits = len(actual) == len(wanted) and all(
-            want in (None, size) for want, size in zip(wanted, actual, strict=True)
-        )
-        if not fits:
-            text = " x ".join(declared)
-            return f"has shape {_shape(actual)}, expected {text} = {_shape(wanted)}"
-        kind = ARRAY_KINDS[path]
-        if not _is_of(kind, value.dtype):
-            return f"holds {value.dtype}, expected {kind}"
-        if str(value.dtype) == "uint64" and (value > _LARGEST).any():  # would read as -1
-            return f"holds {int(value.max())}, expected at most {_LARGEST}"
-        return None
+        value = self.get(path)
+        return None if value is None else self._misfit(path, value, self._sizes())
 
     def misfits(self) -> dict[str, str]:
         """Arrays of another shape or type than declared: dotted path to a phrase with both."""
-        found = {path: self.misfit(path) for path, _, _ in self.arrays()}
+        sizes = self._sizes()
+        found = {path: self._misfit(path, value, sizes) for path, value, _ in self.arrays()}
         return {path: text for path, text in found.items() if text is not None}
 
+    @staticmethod
+    def _misfit(path: str, value: Array, sizes: Mapping[str, int]) -> str | None:
+        return misfit(value, ARRAY_SHAPES[path], ARRAY_KINDS[path], sizes)
 
-def _is_of(kind: str, dtype: Any) -> bool:
-    """Whether elements are of the declared kind. A tensor's dtype is judged on the host."""
-    found = getattr(dtype, "kind", None)
-    byte = kind != BYTES or found is None or dtype.itemsize == 1
-    return byte and (found is None or found in _DTYPE_KINDS[kind])
+    def _sizes(self) -> dict[str, int]:
+        """What the names in the declared shapes stand for; any other name is any size."""
+        return {"bs": self.bs, "BS": self.padded_bs, "BS+1": self.padded_bs + 1, "w": self.w}
 
 
-def _shape(wanted: tuple[int | None, ...]) -> str:
-    return "(" + ", ".join("any" if n is None else str(n) for n in wanted) + ")"
+@functools.cache
+def _getter(path: str) -> Callable[[Any], Any]:
+    return operator.attrgetter(path)
 
 
 PARTS: Mapping[str, type] = {

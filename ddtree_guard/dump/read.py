@@ -6,6 +6,7 @@ each step is read when it is asked for. Whatever is wrong becomes one DumpError 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -317,12 +318,17 @@ def _sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n <= 2**40 for n in value)
 
 
+@functools.cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # NumPy makes it anew each time
+
+
 def _compare(arrays: dict[str, Any], declared: dict[str, Any], name: str) -> None:
     """Hold the arrays of the file against those that the manifest declares."""
     if set(arrays) != set(declared):
         odd = sorted(set(arrays) ^ set(declared))[0]
         raise DumpError(f"the manifest and {name} do not hold the same arrays: see {odd[:80]!r}.")
     for key, array in arrays.items():
-        found = {"dtype": array.dtype.name, "shape": list(array.shape)}
+        found = {"dtype": _name(array.dtype), "shape": list(array.shape)}
         if declared[key] != found:
             raise DumpError(f"{key} in {name} is {found}, but the manifest says {declared[key]}.")
