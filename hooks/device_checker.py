@@ -77,6 +77,8 @@ class DeviceChecker:
             self.graphs.captured()
             self._closed = self._runs = 0
             self._verdicts.clear()
+            if self.tape is not None:
+                self.tape.restart()
 
     def self_test(self) -> str:
         """One bad step per device rule, eagerly and in a graph, on this device."""
@@ -98,7 +100,7 @@ class DeviceChecker:
         self._checks(view).before_capture(_key(view), parts, launch.buffers, launch.shape)
         launch.table.launch()
         if self.tape is not None:
-            self.tape.prepare(launch, view)
+            self.tape.prepare(launch, view, self._checks(view).check.state)
 
     def capture(self, view: View) -> None:
         """Record the check. Nothing is bound, allocated or read here."""
@@ -129,7 +131,7 @@ class DeviceChecker:
             self.host.build(record, view)
             record.checked = False  # that is the device's word
         if self.tape is not None:
-            self.tape.step(launch, record, view)
+            self.tape.step(launch, record, view, checks.check.state)
 
     def verify(self, record: Record) -> None:
         """Queue the acceptance rules and the copy of the verdict."""
@@ -155,7 +157,7 @@ class DeviceChecker:
         if verdict is None:
             return record.findings
         record.checked = verdict.launches > self._runs
-        self._runs = verdict.launches
+        record.mark = self._runs = verdict.launches
         return self._words(record, verdict, launch) if verdict.bits else record.findings
 
     def _words(self, record: Record, verdict: Verdict, launch: Launch) -> list[Finding]:

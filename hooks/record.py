@@ -31,8 +31,8 @@ class Record:
     """What is known of a step so far. `reqs` are SGLang's own request objects.
 
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
-    those of the device when its verdict has arrived. `ticket` belongs to the checker; `w` is the
-    step's width, once it is known.
+    those of the device when its verdict has arrived. `ticket` belongs to the checker, `note` to the
+    recorder; `mark` is the device's count of launches at this step. `w` is the step's width.
     """
 
     step_id: int
@@ -44,7 +44,9 @@ class Record:
     checked: bool = False
     settled: bool = False
     w: int = 0
+    mark: int = 0
     ticket: Any = None
+    note: Any = None
     kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = None
 

@@ -1,8 +1,7 @@
-"""Steps of a device into the recorder's ring: packed inside SGLang's graphs, noted by the host.
+"""Steps of a device into the recorder's ring: packed beside the check, inside SGLang's graphs.
 
-Per step the host leaves a note (the step without its arrays) and, where no graph does it, launches
-the pack kernel. Nothing waits: at `settled` SGLang has waited for the step, and its words are there
-or were lost.
+Per step the host leaves a note on the record (the step without its arrays) and, where no graph does
+it, launches the pack kernel. Once SGLang has waited for the step, its verdict tells the slot.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ class Tape:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.packer: Packer | None = None
-        self._stale = True  # warm-up and captures have counted steps of their own
-        self._waits = -1  # the newest step, if a graph is to pack it
         self._models: dict[tuple[str, str], Step] = {}  # by state and path, without arrays
         self._frames: dict[Any, tuple[Step, Any]] = {}
 
-    def open(self, view: View) -> Packer:
+    def open(self, view: View, state: Any) -> Packer:
         """The ring for this server's batches, made once: graphs keep its address."""
         if self.packer is None:
             runner, lanes = view.runner, len(view.batch.req_pool_indices)
@@ -57,59 +54,59 @@ class Tape:
             w = max(w, int(stated))
             most = max(lanes, int(runner.req_to_token_pool.req_to_token.shape[0]))
             most = lanes_for(lanes, most, w, self.recorder.config.ring_steps)
-            ring = self.recorder.open_ring(most, w, pinned=True)
-            self.packer = Packer(ring, view.batch.seq_lens.device)
+            ring = self.recorder.open_ring(most, w, on_device=True)
+            self.packer = Packer(ring, state)
+            ring.fetch = self.packer.reader()
         return self.packer
 
     @quietly
-    def prepare(self, launch: Any, view: View) -> None:
-        """A batch size is about to be captured: bind and compile its pack launch."""
-        self._stale = True
-        launch.tape = self._bind(launch, view)
+    def prepare(self, launch: Any, view: View, state: Any) -> None:
+        """A batch size is about to be captured: bind and compile its pack launch. `state` is that
+        of the device check.
+        """
+        launch.tape = self._bind(launch, view, state)
         if launch.tape.pack is not None:
             launch.tape.pack.launch()
 
     @quietly
     def capture(self, launch: Any) -> None:
-        """Inside the captured region, and in the warm-up runs before it."""
+        """Inside the captured region, and in the warm-up runs before it; behind the check."""
         bound = launch.tape
         if bound is not None and bound.pack is not None:
             bound.pack.launch()
-            bound.recorded = self._stale = True
+            bound.recorded = True
 
     @quietly
-    def step(self, launch: Any, record: Record, view: View) -> None:
-        """A step is about to run."""
+    def restart(self) -> None:
+        """The device check counts anew: warm-up and captures are over."""
+        if self.recorder.ring is not None:
+            self.recorder.ring.restart()
+
+    @quietly
+    def step(self, launch: Any, record: Record, view: View, state: Any) -> None:
+        """A step is about to run; an eager one has its check launched already."""
         record.w = launch.shape.w
         if launch.tape is None:
-            launch.tape = self._bind(launch, view)
-        if self._waits == record.step_id:  # built anew: the graph noted for it does not run
-            self.recorder.unpacked(record.step_id)
-        if self._stale and self.packer is not None:
-            self.packer.realign()
-            self._stale = False
+            launch.tape = self._bind(launch, view, state)
         if record.step is not None:
             self._models[view.state, view.path] = bare(record.step)
         pack = launch.tape.pack
-        noted = None if pack is None else self._note(launch, pack, view)
-        if pack is None or noted is None:
-            self.recorder.drop()
-            self._stale |= launch.tape.recorded  # it runs all the same
-            return
-        self.recorder.packed(*noted, (record.step_id, record.rids))
-        self._waits = record.step_id
-        if not launch.tape.recorded:
+        if pack is None or launch.tape.recorded != launch.recorded:
+            return  # beside a check that the graph holds, the pack must be there, too
+        record.note = self._note(launch, pack, view)
+        if not launch.recorded:
             pack.launch()
-            self._waits = -1
 
     @quietly
     def settled(self, record: Record) -> None:
-        """SGLang has waited for the step: a step whose words are not there was lost."""
-        if not self.recorder.arrived(record.step_id):
+        """SGLang has waited for the step. One without a verdict has no slot that is known."""
+        if record.note is None or not record.checked:
             self.recorder.drop()
-            self._stale = True
+            return
+        frame, kinds = record.note
+        self.recorder.packed(record.mark, frame, kinds, (record.step_id, record.rids))
 
-    def _bind(self, launch: Any, view: View) -> Bound:
+    def _bind(self, launch: Any, view: View, state: Any) -> Bound:
         buffers, shape = launch.buffers, launch.shape
         if shape.contract.chain:  # its rows follow each other; no array says so
             buffers = dataclasses.replace(buffers, parents=None, sizes=None)
@@ -117,7 +114,7 @@ class Tape:
         if buffers.positions is not None and buffers.positions.numel() != rows:  # mRoPE
             buffers = dataclasses.replace(buffers, positions=None)
         try:
-            return Bound(self.open(view).bind(buffers, shape.lanes, shape.w))
+            return Bound(self.open(view, state).bind(buffers, shape.lanes, shape.w))
         except UsageError:
             return Bound(None)
 
@@ -146,7 +143,7 @@ def _frame(model: Step, launch: Any, view: View) -> Step:
         padded_bs=shape.lanes,
         widths__w=shape.w,
         layout__max_extend_len=shape.max_extend_len,
-        layout__rows=dict(shape.rows),
+        layout__rows={name: shape.rows.get(name, n) for name, n in model.layout.rows.items()},
         # an eager step's mask is as long as the step needs it, or lies in a buffer that may grow
         mask__capacity=model.mask.capacity if graph else None,
         mask__rids=None,

@@ -35,6 +35,7 @@ log = logging.getLogger("ddtree_guard")
 QUIET_S = 30.0  # after a dump, further triggers of its kind are counted only
 LONGEST_S = 3600.0  # the quiet time doubles with each dump of a rule or heuristic, up to this
 SWEEP_S = 5.0
+DRAIN_S = 0.25
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -97,9 +98,9 @@ class Recorder:
             log.warning("ddtree_guard: the recorder failed; serving continues", exc_info=True)
 
     # --- the serving thread ---------------------------------------------------------------------
-    def open_ring(self, lanes: int, w: int, pinned: bool = False) -> Ring:
-        """Allocate the ring for steps of at most `lanes` requests of `w` rows."""
-        self.ring = Ring(self.config.ring_steps, lanes, w, pinned=pinned)
+    def open_ring(self, lanes: int, w: int, on_device: bool = False) -> Ring:
+        """Make the ring for steps of at most `lanes` requests of `w` rows."""
+        self.ring = Ring(self.config.ring_steps, lanes, w, on_device=on_device)
         return self.ring
 
     @harmless
@@ -115,7 +116,7 @@ class Recorder:
 
     def _put(self, step: Step) -> None:
         if self.ring is None or (
-            not self.ring.fits(step.padded_bs, step.w) and self.ring.tensor is None
+            not self.ring.fits(step.padded_bs, step.w) and not self.ring.on_device
         ):
             self._grow(step)
         assert self.ring is not None
@@ -139,24 +140,13 @@ class Recorder:
                 self._remember(one.who.step_id)
 
     @harmless
-    def packed(self, base: Step, kinds: Kinds, who: tuple[int, tuple[str, ...]]) -> None:
-        """The device is about to pack a step into the ring (`device.pack`). `who` are the step's
-        id and rids.
+    def packed(self, mark: int, base: Step, kinds: Kinds, who: tuple[int, tuple[str, ...]]) -> None:
+        """The host has waited for a step that the device packed into the ring under this mark
+        (`device.pack`). `who` are the step's id and rids.
         """
         if self.ring is not None and self.ring.steps:
-            self.ring.note(base, kinds, who)
+            self.ring.place(mark, base, kinds, who)
             self._remember(who[0])
-
-    def unpacked(self, step_id: int) -> None:
-        """The device does not pack this step after all; it is the newest."""
-        if self.ring is not None and self._numbers.get(step_id) == self.ring.written:
-            del self._numbers[step_id]
-            self.ring.unnote()
-
-    def arrived(self, step_id: int) -> bool:
-        """Whether the ring holds, or held, the words of a step that the device has ended."""
-        number = self._numbers.get(step_id)
-        return self.ring is None or number is None or self.ring.arrived(number)
 
     def drop(self) -> None:
         """Count a step that could not be kept."""
@@ -204,6 +194,8 @@ class Recorder:
         names, or all of the step's). Returns the dump, or None where every rule was dumped a
         moment ago or the dump cannot be written.
         """
+        if not findings:
+            return None
         for found in findings:
             if not found.latent:  # nobody's answer was made from it
                 self.trails.hit(rids or concerned(found, step), found.rule)
@@ -299,7 +291,8 @@ class Recorder:
     def stop(self) -> None:
         """End the thread after what was asked for, write the trails, take the handler away."""
         if self._undo is not None:
-            self._undo()
+            with contextlib.suppress(ValueError):  # handlers can be changed in the main thread only
+                self._undo()
             self._undo = None
         if self._thread is not None:
             self._asked.put(None)
@@ -308,15 +301,25 @@ class Recorder:
         self._sweep(-1.0)
 
     def _work(self) -> None:
+        swept = self.clock()
         while True:
             try:
-                asked = self._asked.get(timeout=SWEEP_S)
+                asked = self._asked.get(timeout=DRAIN_S)
             except queue.Empty:
-                self._sweep()
+                self._drain()
+                if self.clock() - swept >= SWEEP_S:
+                    self._sweep()
+                    swept = self.clock()
                 continue
             if asked is None:
                 return
             self.trigger(*asked)
+
+    @harmless
+    def _drain(self) -> None:
+        """Have the last steps here when the device fails; a copy beside what runs there."""
+        if self.ring is not None:
+            self.ring.drain()
 
     @harmless
     def _sweep(self, idle_s: float = IDLE_S) -> None:

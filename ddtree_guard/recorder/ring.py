@@ -1,9 +1,9 @@
 """The last K steps of a process, in one block of memory that is allocated once.
 
 A slot holds int64 words at fixed places: a header, then each field of FIELDS. The words of a step
-come from the host (NumPy arrays and CPU tensors are copied) or from the device, whose pack kernel
-writes them into pinned memory (see `device.pack`). What is not an array stays behind as a Step
-without arrays, which steps of one shape may share.
+come from the host (NumPy arrays and CPU tensors are copied) or lie in a device's memory, where its
+pack kernel has put them (see `device.pack`). What is not an array stays behind as a Step without
+arrays, which steps of one shape may share.
 
 The mask is kept as its tree columns only, one bit a cell, at the offsets that the kernel uses.
 """
@@ -11,7 +11,7 @@ The mask is kept as its tree columns only, one bit a cell, at the offsets that t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ import numpy as np
 from ddtree_guard.step import ARRAY_SHAPES, PARTS, Step
 
 MAX_BYTES = 8 << 20
-HEADER = 4  # words: the number of this step, then spare ones
-MARGIN = 8  # numbers left out by `realign`: more than a device can be ahead of the host
+HEADER = 4  # words: the mark of this step, then spare ones
+AHEAD = 8  # slots that a device may be writing: more steps than can be in flight
 BITS = "mask.tree_bits"
 # Field and its room in words, in terms of lanes L, width w and bit words per row.
 FIELDS: Mapping[str, str] = {
@@ -71,11 +71,12 @@ def bare(step: Step) -> Step:
 
 @dataclass(slots=True)
 class _Slot:
-    """What is not in the words. `who` is (step id, rids) where steps share a base; `tokens` are
-    the committed ones, per request.
+    """What is not in the words. `mark` is what the header must hold; `who` is (step id, rids) where
+    steps share a base; `tokens` are the committed ones, per request.
     """
 
     number: int  # of the step, from 1
+    mark: int
     base: Step
     kinds: Kinds
     who: tuple[int, tuple[str, ...]] | None = None
@@ -85,30 +86,31 @@ class _Slot:
 class Ring:
     """Steps in, the newest K of them out. `steps` may be fewer than asked for: `max_bytes` rules.
 
-    `written` counts steps put in, `dropped` those that did not fit into a slot. One thread writes;
-    any thread may take a snapshot.
+    `written` counts steps put in, `dropped` those that were not kept. One thread writes; any thread
+    may take a snapshot. A ring `on_device` gets its words by `fetch`, a call that returns a copy of
+    all slots or None; `drain` keeps one for the time when the device does not answer any more.
     """
 
     def __init__(
-        self, steps: int, lanes: int, w: int, max_bytes: int = MAX_BYTES, pinned: bool = False
+        self, steps: int, lanes: int, w: int, max_bytes: int = MAX_BYTES, on_device: bool = False
     ) -> None:
-        self.lanes, self.w = lanes, w
+        self.lanes, self.w, self.on_device = lanes, w, on_device
         self.places = room(lanes, w)
         self.words = slot_words(lanes, w)
-        self.steps = max(0, min(steps, max_bytes // (self.words * 8)))
-        self.tensor: Any = _pinned(self.steps, self.words) if pinned else None
-        self.block = (
-            np.zeros((self.steps, self.words), np.int64)
-            if self.tensor is None
-            else self.tensor.numpy()
-        )
-        self.written = self.dropped = self._sure = 0
+        more = AHEAD if on_device else 0
+        self.steps = max(0, min(steps + more, max_bytes // (self.words * 8)))
+        self.block = np.zeros((0 if on_device else self.steps, self.words), np.int64)
+        self.fetch: Callable[[], Any] | None = None
+        self.written = self.dropped = 0
+        self._newest = 0  # the mark that the device wrote last, as far as is known
         self._slots: list[_Slot | None] = [None] * self.steps
+        self._where: dict[int, int] = {}  # number of a step to its slot
+        self._kept: list[tuple[_Slot, Any]] = []
 
     @property
     def nbytes(self) -> int:
-        """Memory of the block."""
-        return int(self.block.nbytes)
+        """Memory of the block, wherever it lies."""
+        return self.steps * self.words * 8
 
     def fits(self, lanes: int, w: int) -> bool:
         """Whether a step of this size fits into a slot."""
@@ -121,82 +123,103 @@ class Ring:
             self.dropped += 1
             return False
         at = self.written % self.steps
-        self._slots[at] = None  # a snapshot taken meanwhile must not see half a step
+        self._clear(at)  # a snapshot taken meanwhile must not see half a step
         kinds = {}
         for path, value in values.items():
             if value is not None and value.size <= self.places[path][1]:
                 kinds[path] = self._copy(at, path, value)
         self._copy_bits(at, step, kinds)
-        self.written += 1
-        self.block[at, 0] = self.written
-        self._slots[at] = _Slot(self.written, bare(step), kinds)
+        self.block[at, 0] = self.written + 1
+        self._set(at, self.written + 1, bare(step), kinds)
         return True
 
-    def note(self, base: Step, kinds: Kinds, who: tuple[int, tuple[str, ...]] | None = None) -> int:
-        """The device packs a step into the next slot; here is what it does not write. Returns the
-        step's number. `who` are its id and rids, for a base that many steps share.
+    def place(self, mark: int, base: Step, kinds: Kinds, who: tuple[int, tuple[str, ...]]) -> None:
+        """The host has waited for a step that the device packed under this mark. `who` are its id
+        and rids, for a base that many steps share.
         """
-        at = self.written % self.steps
+        self._newest = mark
+        self._set(mark % self.steps, mark, base, kinds, who)
+
+    def restart(self) -> None:
+        """The device counts its marks from 1 again; steps kept so far stay until overwritten."""
+        self._newest = 0
+
+    def _set(self, at: int, mark: int, *rest: Any) -> None:
+        self._clear(at)
         self.written += 1
-        self._slots[at] = _Slot(self.written, base, kinds, who)
-        return self.written
+        self._where[self.written] = at
+        self._slots[at] = _Slot(self.written, mark, *rest)
 
-    def unnote(self) -> None:
-        """Take the newest note back: nothing was launched for it."""
-        if self.written and self.steps:
-            self._slots[(self.written - 1) % self.steps] = None
-            self.written -= 1
+    def _clear(self, at: int) -> None:
+        old, self._slots[at] = self._slots[at], None
+        if old is not None:
+            self._where.pop(old.number, None)
 
-    def realign(self) -> int:
-        """The number of steps from which both sides count on, beyond what either has used: after
-        warm-up and capture, or when a launch was lost. Steps that are known to have arrived stay;
-        the words of later ones may be another step's.
-        """
-        seen = int(self.block[:, 0].max()) if self.steps else 0
-        for at, slot in enumerate(self._slots):
-            if slot is not None and slot.number > self._sure:
-                self._slots[at] = None
-        self.written = max(self.written, seen) + MARGIN
-        return self.written
-
-    def arrived(self, number: int) -> bool:
-        """Whether the words of the step with this number, which the device has ended, are there,
-        or newer ones.
-        """
-        there = self.steps > 0 and int(self.block[(number - 1) % self.steps, 0]) >= number
-        self._sure = max(self._sure, number if there else 0)
-        return there
+    def _slot(self, number: int) -> _Slot | None:
+        at = self._where.get(number)
+        return None if at is None else self._slots[at]
 
     def outcome(self, number: int, values: Mapping[str, Any]) -> None:
         """Add host arrays of what verification decided to the step with this number."""
-        slot = self._slots[(number - 1) % self.steps] if self.steps else None
-        if slot is None or slot.number != number:
+        slot = self._slot(number)
+        if slot is None or self.on_device:
             return
         for path, value in values.items():
             array = _host(value)
             if array is not None and array.size <= self.places[path][1]:
-                kinds = self._copy((number - 1) % self.steps, path, array)
+                kinds = self._copy(self._where[number], path, array)
                 slot.kinds = {**slot.kinds, path: kinds}
 
     def committed(self, number: int, tokens: Sequence[Sequence[int]]) -> None:
         """Add the tokens that the step with this number committed, per request."""
-        slot = self._slots[(number - 1) % self.steps] if self.steps else None
-        if slot is not None and slot.number == number:
+        slot = self._slot(number)
+        if slot is not None:
             slot.tokens = tuple(map(tuple, tokens))
 
     def snapshot(self) -> list[Step]:
         """Copies of the steps that are whole, oldest first."""
-        steps, newest = [], self.written
+        found = self._fetched() if self.on_device else self._copied()
+        found.sort(key=lambda pair: pair[0].number)
+        return [self._step(slot, words) for slot, words in found]
+
+    def drain(self) -> None:
+        """Keep what a device's ring holds now."""
+        if self.on_device and (not self._kept or self._kept[-1][0].number < self.written):
+            self._kept = sorted(self._fetched(), key=lambda pair: pair[0].number)
+
+    def _copied(self) -> list[tuple[_Slot, Any]]:
+        found = []
         # Newest first: the oldest are overwritten while this thread waits for its turn.
-        for number in range(newest, max(0, newest - self.steps), -1):
-            at = (number - 1) % self.steps
+        for at in sorted(range(self.steps), key=self._age):
             slot = self._slots[at]
-            if slot is None or slot.number != number or self.block[at, 0] != number:
-                continue  # overwritten, or its words have not arrived
-            words = self.block[at].copy()
-            if self._slots[at] is slot and self.block[at, 0] == number:
-                steps.append(self._step(slot, words))
-        return steps[::-1]
+            if slot is not None and self.block[at, 0] == slot.mark:
+                words = self.block[at].copy()
+                if self._slots[at] is slot and self.block[at, 0] == slot.mark:
+                    found.append((slot, words))
+        return found
+
+    def _age(self, at: int) -> int:
+        slot = self._slots[at]
+        return 0 if slot is None else -slot.number
+
+    def _fetched(self) -> list[tuple[_Slot, Any]]:
+        """Slots and words of the device; what was kept last where it does not answer."""
+        slots = list(self._slots)  # whose words were there before the copy began
+        try:
+            block = None if self.fetch is None else self.fetch()
+        except RuntimeError:  # CUDA has failed
+            block = None
+        if block is None:
+            return list(self._kept)
+        torn = {(self._newest + n) % self.steps for n in range(1, AHEAD + 1)}
+        return [
+            (slot, block[at])
+            for at, slot in enumerate(slots)
+            if slot is not None
+            and at not in torn
+            and self._slots[at] is slot
+            and block[at, 0] == slot.mark
+        ]
 
     def _takes(self, step: Step, values: Mapping[str, Any]) -> bool:
         return self.fits(step.padded_bs, step.w) and all(
@@ -284,9 +307,3 @@ def _host(value: Any) -> Any:
     if hasattr(value, "numpy") and getattr(value, "device", None) is not None:
         return value.detach().numpy() if value.device.type == "cpu" else None
     return None
-
-
-def _pinned(steps: int, words: int) -> Any:
-    import torch
-
-    return torch.zeros((steps, words), dtype=torch.int64, pin_memory=torch.cuda.is_available())

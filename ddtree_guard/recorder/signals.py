@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -16,32 +18,89 @@ from typing import Any
 from ddtree_guard.errors import IncompatibleError, UsageError
 
 SIGNAL = signal.SIGUSR2
+SAME_S = 0.5  # a signal that arrives twice within this is one
 
 
 def install(asked: Callable[[], None]) -> Callable[[], bool]:
-    """Call `asked` on SIGUSR2, then the handler that was there. Returns what undoes it.
+    """Call `asked` on SIGUSR2, and the handler that was there. Returns what undoes it.
 
-    `asked` runs between two instructions of the main thread, so it must only leave a note. Raises
+    Python runs handlers between two instructions of the main thread, so never while that waits for
+    a device that hangs, when a dump is wanted most. Where nobody else has asked for wake-ups, a
+    thread of ours is therefore woken by the signal itself. `asked` must only leave a note. Raises
     ValueError outside the main thread, as `signal.signal` does.
     """
     before: Any = signal.getsignal(SIGNAL)
+    once = _Once(asked)
 
     def handler(number: int, frame: FrameType | None) -> None:
-        asked()
+        once()
         if callable(before):
             before(number, frame)
 
     signal.signal(SIGNAL, handler)
     # Without this a blocking read of the server would fail with EINTR in C code.
     signal.siginterrupt(SIGNAL, False)
+    wake = _Wake.start(once)
 
     def undo() -> bool:
+        if wake is not None:
+            wake.stop()
         if signal.getsignal(SIGNAL) is not handler:
             return False  # somebody chained after us; leave theirs in place
         signal.signal(SIGNAL, before if before is not None else signal.SIG_DFL)
         return True
 
     return undo
+
+
+class _Once:
+    """One call for the two ways on which a signal arrives."""
+
+    def __init__(self, asked: Callable[[], None]) -> None:
+        self.asked, self.last = asked, -SAME_S
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self.last >= SAME_S:
+            self.last = now
+            self.asked()
+
+
+class _Wake:
+    """A thread that reads the numbers of signals from the pipe that Python's C handler writes."""
+
+    def __init__(self, asked: Callable[[], None], reads: int, writes: int) -> None:
+        self.asked, self.reads, self.writes = asked, reads, writes
+        self.thread = threading.Thread(target=self._read, name="ddtree-guard-signal", daemon=True)
+
+    @classmethod
+    def start(cls, asked: Callable[[], None]) -> _Wake | None:
+        """None where the process's one wake-up is taken, by an event loop for example."""
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        theirs = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        if theirs != -1:
+            signal.set_wakeup_fd(theirs)
+            os.close(reads)
+            os.close(writes)
+            return None
+        wake = cls(asked, reads, writes)
+        wake.thread.start()
+        return wake
+
+    def _read(self) -> None:
+        while numbers := os.read(self.reads, 64):
+            if SIGNAL in numbers:
+                self.asked()
+        os.close(self.reads)
+
+    def stop(self) -> None:
+        """Give the wake-up back, unless somebody has taken it since, and end the thread."""
+        now = signal.set_wakeup_fd(-1)
+        if now != self.writes:
+            signal.set_wakeup_fd(now)
+        os.close(self.writes)
+        self.thread.join(timeout=5)
 
 
 def catches(pid: int, proc: Path = Path("/proc")) -> bool:

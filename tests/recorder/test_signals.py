@@ -17,13 +17,13 @@ from ddtree_guard.errors import IncompatibleError, UsageError
 from ddtree_guard.recorder import signals
 
 SERVER = """
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from ddtree_guard.config import Config
 from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.recorder import Recorder
 from ddtree_guard.testing.steps import sound_step
-signal.signal(signal.SIGUSR2, lambda *_: print("theirs", flush=True))
+signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b"theirs\\n"))
 config = Config(dump_dir=Path(sys.argv[1]), redact=False)
 recorder = Recorder(config, DumpWriter("run", config))
 recorder.step(sound_step(1).replace(who__step_id=41))
@@ -35,6 +35,20 @@ while True:
     n += 1
     time.sleep(0.002)
 """
+HUNG = """
+import signal, sys
+from pathlib import Path
+from ddtree_guard.config import Config
+from ddtree_guard.dump.write import DumpWriter
+from ddtree_guard.recorder import Recorder
+from ddtree_guard.testing.steps import sound_step
+config = Config(dump_dir=Path(sys.argv[1]), redact=False)
+recorder = Recorder(config, DumpWriter("run", config))
+recorder.step(sound_step(1))
+recorder.start(on_signal=True)
+print("ready", flush=True)
+sys.stdin.buffer.read()  # the main thread runs no Python any more
+"""
 BARE = "import time\nprint('ready', flush=True)\nwhile True: time.sleep(0.01)"
 
 
@@ -42,6 +56,7 @@ def start(code: str, *args: str) -> "subprocess.Popen[str]":
     env = {"PYTHONPATH": ":".join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", code, *args],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -83,6 +98,40 @@ def test_a_running_process_dumps_and_goes_on(
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_process_that_hangs_in_c_code_dumps(tmp_path: Path) -> None:
+    process = start(HUNG, str(tmp_path))
+    try:
+        time.sleep(0.2)
+        assert cli.main(["dump", "--pid", str(process.pid)]) == 0
+        for _ in range(600):
+            if find_dumps(tmp_path):
+                break
+            time.sleep(0.025)
+        assert [Dump(path).trigger["kind"] for path in find_dumps(tmp_path)] == ["signal"]
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_wake_up_that_somebody_has_is_left_alone() -> None:
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    before, held = signal.getsignal(signal.SIGUSR2), signal.set_wakeup_fd(writes)
+    calls: list[str] = []
+    try:
+        undo = signals.install(lambda: calls.append("ours"))
+        signal.raise_signal(signal.SIGUSR2)
+        assert os.read(reads, 8) == bytes([signal.SIGUSR2])
+        assert calls == ["ours"]
+        assert undo()
+        assert signal.set_wakeup_fd(held) == writes
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        os.close(reads)
+        os.close(writes)
 
 
 def test_a_process_without_a_handler_is_refused_and_lives(

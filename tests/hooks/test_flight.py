@@ -1,0 +1,586 @@
+"""The flight recorder of a running server: each trigger through the real hooks, read back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddtree_guard import cli
+from ddtree_guard.config import Config, Mode
+from ddtree_guard.dump.find import find_dumps
+from ddtree_guard.dump.read import Dump
+from ddtree_guard.guard import Guard
+from ddtree_guard.hooks import arm, flight
+from ddtree_guard.metrics import Metrics
+from ddtree_guard.recorder import heuristics
+from ddtree_guard.testing.cases import VerifyCase
+from ddtree_guard.testing.compare import differences
+
+pytestmark = pytest.mark.sglang
+
+SIZES = {"lens": (9, 4, 12), "head_dim": 16, "heads": 2, "kv_heads": 1}
+ALGORITHMS = {
+    "DDTREE": {"budget": 8},
+    "EAGLE": {"budget": 5, "draft_tokens": 6, "topk": 4},
+    "NGRAM": {"budget": 6, "draft_tokens": 7},
+    "DFLASH": {"budget": 7, "draft_tokens": 8, "kind": "chain"},
+}
+PATHS = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+
+
+def _case(algorithm: str = "DDTREE", graph: bool = False) -> VerifyCase:
+    lanes = 4 if graph else None
+    return VerifyCase(algorithm=algorithm, padded_bs=lanes, **SIZES, **ALGORITHMS[algorithm])
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Starts guarded servers, with the device checker on the CPU where asked for."""
+    from ddtree_guard.testing.server import MiniServer
+
+    made = arm.ServerGuard
+
+    def with_device(*args: Any, **kwargs: Any) -> Any:
+        guard = made(*args, **kwargs)
+        guard.checker = arm.device_checker(guard)
+        monkeypatch.setattr(guard.checker, "self_test", lambda: "")  # has its own tests
+        return guard
+
+    def make(case: VerifyCase, device: bool = False, **config: Any) -> Any:
+        monkeypatch.setattr(arm, "ServerGuard", with_device if device else made)
+        server = MiniServer(case, "auto")
+        guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path, **config))
+        assert guard is not None
+        if device and case.padded_bs:
+            server.replayed = lambda: _replay(guard)
+        return server, guard
+
+    yield make
+    while arm.GUARDS:
+        assert arm.GUARDS.pop().remove() == ()
+
+
+def _replay(guard: Any) -> None:
+    """What the captured graph holds: the check, and the pack launch."""
+    key, launch = next(iter(guard.checker._launches.items()))
+    if launch.recorded:
+        guard.checker.graphs.in_graph(key)
+    if launch.tape is not None and launch.tape.recorded:
+        launch.tape.pack.launch()
+
+
+def _plant_next(
+    guard: Any, monkeypatch: pytest.MonkeyPatch, rule: str, stays: bool = False
+) -> None:
+    from ddtree_guard.testing.plant import plant
+
+    build = guard.checker.build
+
+    def planted(record: Any, view: Any) -> None:
+        plant(rule, view)
+        if not stays:
+            monkeypatch.setattr(guard.checker, "build", build)
+        build(record, view)
+
+    monkeypatch.setattr(guard.checker, "build", planted)
+
+
+def _dumps(root: Path, kind: str) -> list[Dump]:
+    found = [Dump(path) for path in find_dumps(root)]
+    return [dump for dump in found if dump.trigger["kind"] == kind]
+
+
+def _waited(root: Path, kind: str) -> Dump:
+    for _ in range(2400):
+        if _dumps(root, kind):
+            return _dumps(root, kind)[0]
+        time.sleep(0.025)
+    raise AssertionError(f"no dump of kind {kind} was written")
+
+
+# --- every step -----------------------------------------------------------------------------------
+@PATHS
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_ring_holds_what_was_launched(
+    start: Callable[..., Any], algorithm: str, device: bool, graph: bool
+) -> None:
+    from ddtree_guard.hooks.adapters import adapter_for
+    from ddtree_guard.recorder.ring import Ring
+
+    server, guard = start(_case(algorithm, graph), device)
+    seen: list[Any] = []
+    build = guard.checker.build
+
+    def built(record: Any, view: Any) -> None:
+        build(record, view)
+        seen.append(adapter_for(type(view.backend)).read_step(view))
+
+    guard.checker.build = built
+    for _ in range(4):
+        server.step()
+    recorder = guard.flight.recorder
+    kept = recorder.ring.snapshot()
+    assert [step.who.step_id for step in kept] == [1, 2, 3, 4]
+    assert (recorder.ring.dropped, recorder.faults) == (0, 0)
+    assert [step.outcome.committed[-1].tolist()[: len(sent[-1])] for step, sent in
+            zip(kept, server.sent, strict=True)] == [sent[-1] for sent in server.sent]  # fmt: skip
+    for step, launched in zip(kept, seen, strict=True):
+        ring = Ring(1, launched.padded_bs, launched.w)
+        ring.put(launched)
+        (expected,) = ring.snapshot()
+        assert _unlike(expected, step) == set()
+        assert [found for found in Guard().check(step).findings if not found.latent] == []
+
+
+# a device packs what the kernels read: sizes that the spec info leaves out, and no host mirror
+EXTRA = tuple(
+    f"step.{name}"
+    for name in (
+        "tree.sizes", "tree.parents", "mask.capacity", "mask.rids", "slots.capacity", "outcome.",
+    )
+)  # fmt: skip
+
+
+def _unlike(expected: Any, step: Any) -> set[str]:
+    return {text for text in differences(expected, step) if not text.startswith(EXTRA)}
+
+
+def test_a_graph_captured_anew_mixes_no_steps(start: Callable[..., Any]) -> None:
+    server, guard = start(_case(graph=True), device=True)
+    for _ in range(12):
+        server.step()
+    server.capture()
+    for _ in range(2):
+        server.step()
+    kept = guard.flight.recorder.ring.snapshot()
+    # slots 3 to 10 are written next, now that the device counts anew
+    assert [step.who.step_id for step in kept] == [11, 12, 13, 14]
+    assert [Guard().check(step).findings for step in kept] == [()] * 4
+
+
+def test_a_replay_that_packs_nothing_mixes_no_steps(start: Callable[..., Any]) -> None:
+    server, guard = start(_case(graph=True), device=True)
+    key, launch = next(iter(guard.checker._launches.items()))
+    if not launch.tape.recorded:
+        pytest.skip("0.5.12 has no place inside the graph")
+    for n in range(5):
+        if n == 1:
+            replayed, server.replayed = server.replayed, lambda: guard.checker.graphs.in_graph(key)
+        elif n == 2:
+            server.replayed = replayed
+        server.step()
+    kept = guard.flight.recorder.ring.snapshot()
+    assert [step.who.step_id for step in kept] == [1, 3, 4, 5]
+    assert guard.coverage.ratio == 1.0
+
+
+def test_steps_larger_than_a_slot_are_dropped_and_counted(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddtree_guard.hooks import tape
+
+    counted: Counter[str] = Counter()
+    monkeypatch.setattr(Metrics, "add", lambda self, name, n=1, **labels: counted.update({name: n}))
+    monkeypatch.setattr(tape, "lanes_for", lambda least, most, w, steps: 2)
+    server, guard = start(_case(), device=True)
+    for _ in range(3):
+        server.step()
+    assert guard.flight.recorder.ring.dropped == 3
+    assert counted["ring_dropped_total"] == 3
+    assert guard.coverage.ratio == 1.0
+    assert not guard.fuses.faults
+
+
+@pytest.mark.parametrize(
+    ("most", "w", "steps"), [(16, 17, 64), (64, 65, 64), (256, 65, 64), (256, 1025, 64)]
+)
+def test_the_ring_stays_within_its_bound(most: int, w: int, steps: int) -> None:
+    from ddtree_guard.hooks.tape import lanes_for
+    from ddtree_guard.recorder.ring import MAX_BYTES, Ring
+
+    lanes = lanes_for(4, most, w, steps)
+    ring = Ring(steps, lanes, w)
+    assert 4 <= lanes <= most
+    assert 0 < ring.nbytes <= MAX_BYTES
+    assert ring.steps >= 8 or lanes == 4
+
+
+# --- triggers -------------------------------------------------------------------------------------
+@PATHS
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("rule", ["W3", "M2"])
+def test_a_finding_offline_is_the_finding_online(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    device: bool,
+    graph: bool,
+) -> None:
+    server, guard = start(_case(graph=graph), device, redact=False)
+    for _ in range(3):
+        server.step()
+    judged = []
+    found = guard.flight.found
+    monkeypatch.setattr(
+        guard.flight, "found", lambda record, all_: judged.append((record.step, all_))
+        or found(record, all_)
+    )  # fmt: skip
+    _plant_next(guard, monkeypatch, rule)
+    server.step()
+    ((step, online),) = judged
+    line = next(line for line in lines() if line["rule"] == rule)
+    dump = Dump(line["dump"])
+    assert dump.step_ids() == [1, 2, 3, 4]
+    assert differences(step, dump.step(3)) == []  # bit for bit
+    assert [finding for _, finding in dump.findings()] == list(online)
+    report = Guard().check(dump.step(3))
+    offline = {f.rule: (f.expected, f.actual, f.request, f.row) for f in report.findings}
+    for f in online:  # a device at depth fast has no bit for some of the rules
+        assert offline[f.rule] == (f.expected, f.actual, f.request, f.row)
+    assert device or len(offline) == len(online)
+    assert cli.main(["check", line["dump"]]) == 1
+    assert [Guard().check(dump.step(n)).findings for n in range(3)] == [()] * 3
+
+
+def test_a_storm_yields_one_dump_and_a_count(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: Counter[str] = Counter()
+    monkeypatch.setattr(Metrics, "add", lambda self, name, n=1, **labels: counted.update({name: n}))
+    server, guard = start(_case())
+    _plant_next(guard, monkeypatch, "W3", stays=True)
+    for _ in range(6):
+        server.step()
+    (dump,) = _dumps(tmp_path, "finding")
+    assert dump.step_ids() == [1]
+    assert counted["dumps_total"] == 1
+    later = guard.flight.recorder.trigger("signal", "SIGUSR2")
+    assert Dump(later).trigger["suppressed"] == 5
+
+
+def test_heuristics_of_a_live_server_write_dumps_and_nothing_else(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heuristics, "STUCK", 4)
+    monkeypatch.setattr(heuristics, "MIN_REQUEST_STEPS", 4)
+    server, guard = start(_case())
+    walk = server._walk
+
+    def stuck(inputs: Any) -> Any:
+        predict, lens, index = (part.clone() for part in walk(inputs))
+        index[:, 1:], lens[:], predict[:] = -1, 1, 7
+        return predict, lens, index
+
+    monkeypatch.setattr(server, "_walk", stuck)
+    monkeypatch.setattr(guard.guard, "rules", ())  # a walk that stops early is a finding, too
+    for _ in range(6):
+        server.step()
+    assert "accept length 1.00 for 4 steps" in _waited(tmp_path, "heuristic").trigger["why"]
+    assert len(server.sent) == 6
+
+
+def test_a_run_of_one_token_and_a_jump_are_noticed(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heuristics, "RUN", 5)
+    monkeypatch.setattr(heuristics, "SETTLED", 4)
+    _, guard = start(_case())
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(guard.flight.recorder, "ask", lambda *why: asked.append(why))
+    record = SimpleNamespace(step=None, step_id=1, rids=("a", "b"))
+    for _ in range(5):
+        guard.flight.accepted(record, [[9], [1, 2]])
+    for n in range(40):
+        guard.flight.accepted(record, [[n] * 3 + [n + 1] * 4, [n, n + 1, n, 5, 6, 7, n]])
+    assert ("heuristic", "a request produced one token 5 times in a row") in asked
+    assert any(re.match(r"accept length went from 1\.\d+ to \d", why) for _, why in asked)
+
+
+# --- names, requests ------------------------------------------------------------------------------
+def test_log_line_dump_and_request_are_joined_by_a_name(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server, guard = start(_case())
+    for _ in range(3):
+        server.step()
+    _plant_next(guard, monkeypatch, "P1")
+    server.step()
+    line = next(line for line in lines() if line["rid"] != "-")
+    dump = Dump(line["dump"])
+    assert re.fullmatch(r"r-[0-9a-f]{12}", line["name"])
+    assert dump.findings()[0][1].rid == line["name"]
+    assert line["rid"] not in json.dumps(dump.manifest["requests"])
+    capsys.readouterr()
+    assert cli.main(["request", line["name"], str(tmp_path)]) == 1
+    assert "4/4 steps checked, P1 in 1 of them" in capsys.readouterr().out
+    other = guard.flight.name("r0")
+    assert cli.main(["request", other, str(tmp_path)]) == 0
+    assert "4/4 steps checked, clean" in capsys.readouterr().out
+    assert cli.main(["request", "r0", str(tmp_path)]) == 2  # its id is hashed there
+    assert "name=r-" in capsys.readouterr().err
+
+
+def test_a_request_that_ended_is_one_line_and_in_the_trail(
+    start: Callable[..., Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.INFO, "ddtree_guard")
+    server, guard = start(_case())
+    for _ in range(4):
+        server.step()
+    guard.remove()
+    told = [text for text in caplog.messages if text.startswith("ddtree_guard request rid=r1 ")]
+    assert len(told) == 1
+    assert 'verdict="4/4 steps checked, clean"' in told[0]
+    name = told[0].split("name=")[1].split()[0]
+    capsys.readouterr()
+    assert cli.main(["request", name, str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "4/4 steps checked, clean" in out
+    assert f"width {server.case.w} in 4" in out
+
+
+def test_a_request_on_suspect_kv_is_not_clean(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddtree_guard.testing.server import Req
+
+    server, guard = start(_case())
+    _plant_next(guard, monkeypatch, "P1")
+    server.step()
+    tokens = [*server.reqs[-1].origin_input_ids, *server.reqs[-1].output_ids]
+    child = Req("child", 0, cached=len(tokens))
+    child.origin_input_ids = [*tokens, 1]
+    server.extend([child])
+    trail = guard.flight.recorder.trails.get("child")
+    assert trail.tainted
+    assert not trail.clean
+
+
+def test_steps_that_were_not_checked_are_not_called_clean(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, guard = start(_case())
+    server.step()
+    monkeypatch.setattr(guard.checker, "build", lambda *args: 1 / 0)
+    server.step()
+    assert guard.flight.recorder.trails.get("r0").verdict == "1/2 steps checked, clean"
+    assert not guard.flight.recorder.trails.get("r0").clean
+
+
+class Shared:
+    """A store of a job, as far as a key takes one."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.held.setdefault(key, desired).encode()
+
+
+def test_ranks_of_a_job_give_a_request_one_name(tmp_path: Path) -> None:
+    store, names = Shared(), set()
+    for rank in ("TP0", "TP1"):
+        made = flight.Flight(Config(dump_dir=tmp_path), "run", rank, Metrics(rank))
+        made.start(store)
+        names.add(made.name("r0"))
+        made.stop()
+    assert len(names) == 1
+    alone = flight.Flight(Config(dump_dir=tmp_path), "run", "TP0", Metrics("TP0"))
+    assert alone.name("r0") not in names
+
+
+def test_a_store_that_fails_costs_the_common_key_only(tmp_path: Path) -> None:
+    made = flight.Flight(Config(dump_dir=tmp_path), "run", "TP0", Metrics("TP0"))
+    made.start(object())  # type: ignore[arg-type]
+    assert made.size == "8MiB"
+    made.stop()
+    assert made.size == "off"
+
+
+# --- the process ----------------------------------------------------------------------------------
+CHILD = """
+import sys, time
+from pathlib import Path
+from ddtree_guard.config import Config, Mode
+from ddtree_guard.testing.cases import VerifyCase
+from ddtree_guard.testing.server import MiniServer
+case = VerifyCase(algorithm="DDTREE", budget=8, lens=(9, 4, 12), head_dim=16, heads=2, kv_heads=1)
+server = MiniServer(case, "auto")
+server.arm(Config(mode=Mode(sys.argv[2]), dump_dir=Path(sys.argv[1])))
+for _ in range(5):
+    server.step()
+print("serving", flush=True)
+for line in sys.stdin:
+    server.step()
+    print("stepped", flush=True)
+"""
+
+
+def test_sigusr2_of_a_running_server_writes_a_dump(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path), "log"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )  # fmt: skip
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "serving\n"
+        assert cli.main(["dump", "--pid", str(child.pid)]) == 0
+        dump = _waited(tmp_path, "signal")
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "stepped\n"  # and the server lives
+    finally:
+        child.kill()
+        child.communicate()
+    assert dump.step_ids() == [1, 2, 3, 4, 5]
+    assert cli.main(["check", str(dump.path)]) == 0
+    assert any("ring=8MiB" in line for line in dump.doctor)
+
+
+def test_a_crash_of_the_event_loop_is_on_disk_before_it_is_handled(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddtree_guard.testing.fakes import sglang
+
+    scheduler = sglang("managers.scheduler").Scheduler
+    steps: list[Callable[[], Any]] = []
+
+    def run_event_loop(self: Any) -> None:
+        steps[0]()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(scheduler, "run_event_loop", run_event_loop)
+    server, guard = start(_case())
+    steps.append(server.step)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        scheduler.run_event_loop(SimpleNamespace())
+    (dump,) = _dumps(tmp_path, "crash")
+    assert (dump.trigger["why"], dump.step_ids()) == ("RuntimeError", [1])
+    guard.remove()
+    assert scheduler.run_event_loop is run_event_loop
+
+
+def test_raise_writes_one_dump_of_its_finding(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddtree_guard.errors import Violation
+    from ddtree_guard.testing.server import MiniServer
+
+    server = MiniServer(_case(), "auto")
+    guard: Any = server.arm(Config(mode=Mode.RAISE, dump_dir=tmp_path))
+    _plant_next(guard, monkeypatch, "W3")
+    with pytest.raises(Violation), guard.flight.crash_path():
+        server.step()
+    assert [dump.trigger["kind"] for dump in map(Dump, find_dumps(tmp_path))] == ["finding"]
+
+
+def test_the_handler_comes_when_armed_and_goes_with_the_guard(start: Callable[..., Any]) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    _, guard = start(_case())
+    assert signal.getsignal(signal.SIGUSR2) is not before
+    assert _threads() == 1
+    guard.remove()
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert _threads() == 0
+
+
+def _threads() -> int:
+    return sum(thread.name == "ddtree-guard-recorder" for thread in threading.enumerate())
+
+
+def test_a_server_that_is_not_armed_gets_no_handler(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    monkeypatch.setattr(arm, "self_test", lambda guard: "it failed")
+    start(_case())
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert _threads() == 0
+    assert any("ring=off" in text for text in caplog.messages)
+
+
+def test_off_means_no_handler_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddtree_guard.hooks import plugin
+
+    before = signal.getsignal(signal.SIGUSR2)
+    plugin.activate({"SGLANG_DDTREE_GUARD": "off"})
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert _threads() == 0
+    plugin.unload()
+
+
+def test_outside_the_main_thread_only_the_signal_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = flight.Flight(Config(dump_dir=tmp_path), "run", "TP0", Metrics("TP0"))
+    thread = threading.Thread(target=made.start)
+    thread.start()
+    thread.join()
+    assert made.size == "8MiB"
+    assert any("SIGUSR2 asks for no dump here" in text for text in caplog.messages)
+    made.stop()
+
+
+# --- no harm --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("broken", ["put", "ran", "accepted", "finding"])
+def test_faults_of_the_recorder_cost_no_step_and_no_check(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    server, guard = start(_case())
+    monkeypatch.setattr(guard.flight.recorder, broken, lambda *args: 1 / 0)
+    _plant_next(guard, monkeypatch, "W3", stays=True)
+    for _ in range(10):
+        server.step()
+    assert len(server.sent) == 10
+    assert guard.coverage.ratio == 1.0
+    assert guard.coverage.findings > 0
+    assert not guard.fuses.faults
+    assert guard.flight.recorder.faults == flight.LIMIT
+
+
+def test_a_tape_that_fails_costs_no_check(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, guard = start(_case(), device=True)
+    monkeypatch.setattr(guard.checker.tape, "_note", lambda *args: 1 / 0)
+    for _ in range(3):
+        server.step()
+    assert guard.coverage.ratio == 1.0
+    assert not guard.fuses.faults
+    assert guard.flight.recorder.faults == 3
+
+
+def test_no_array_of_a_step_is_kept_alive(start: Callable[..., Any]) -> None:
+    server, guard = start(_case(), device=True)
+    for _ in range(3):
+        server.step()
+    for base, _ in guard.checker.tape._frames.values():
+        assert [path for path, _, _ in base.arrays()] == []
+    assert all(isinstance(slot.base.bs, (int, np.integer)) for slot in
+               guard.flight.recorder.ring._slots if slot)  # fmt: skip
