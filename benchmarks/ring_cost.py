@@ -157,7 +157,7 @@ def same_as_host(case: Case) -> bool:
     """Whether the device packs what the host keeps, bit for bit."""
     torch.cuda.synchronize()
     case.checker.reset()
-    case.ring.restart()
+    case.packer.restart()
     case.mark = 0
     for _ in range(90):
         case.both()

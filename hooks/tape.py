@@ -79,8 +79,8 @@ class Tape:
     @quietly
     def restart(self) -> None:
         """The device check counts anew: warm-up and captures are over."""
-        if self.recorder.ring is not None:
-            self.recorder.ring.restart()
+        if self.packer is not None:
+            self.packer.restart()
 
     @quietly
     def step(self, launch: Any, record: Record, view: View, state: Any) -> None:

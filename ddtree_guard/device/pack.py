@@ -122,6 +122,13 @@ class Packer:
         self.ring, self.state = ring, state
         self.tensor = torch.zeros((ring.steps, ring.words), dtype=torch.int64, device=state.device)
 
+    def restart(self) -> None:
+        """The check counts from 1 again, after warm-up and capture: forget every step. Queued on
+        the current stream; not capturable.
+        """
+        self.tensor[:, 0].zero_()
+        self.ring.restart()
+
     def bind(self, buffers: Buffers, lanes: int, w: int) -> Pack:
         """Bind the arrays of a launch: `lanes` requests of `w` rows.
 

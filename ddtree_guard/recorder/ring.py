@@ -141,8 +141,9 @@ class Ring:
         self._set(mark % self.steps, mark, base, kinds, who)
 
     def restart(self) -> None:
-        """The device counts its marks from 1 again; steps kept so far stay until overwritten."""
+        """Forget every step: the device counts its marks from 1 again."""
         self._newest = 0
+        self._slots, self._where, self._kept = [None] * self.steps, {}, []
 
     def _set(self, at: int, mark: int, *rest: Any) -> None:
         self._clear(at)
