@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ else:
 # The server process: SGLang's own functions where it is installed, else what they do.
 SERVER = """
 import os, subprocess, sys, tempfile
-scheduler, folder, real = sys.argv[1], sys.argv[2], sys.argv[3] == "sglang"
+scheduler, folder, real, accept = sys.argv[1], sys.argv[2], sys.argv[3] == "sglang", sys.argv[4]
 if real:
     from sglang.srt.utils.common import add_prometheus_middleware, set_prometheus_multiproc_dir
     set_prometheus_multiproc_dir()
@@ -65,34 +66,46 @@ if real:
     async def get():
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            return (await client.get("/metrics")).text
+            return (await client.get("/metrics", headers={"Accept": accept})).text
     print(asyncio.run(get()))
 else:
-    from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+    from prometheus_client import CollectorRegistry, multiprocess
+    from prometheus_client.exposition import choose_encoder
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
-    print(generate_latest(registry).decode())
+    print(choose_encoder(accept)[0](registry).decode())
 """
 
 
-def _served(folder: Path, how: str) -> dict[str, float]:
+# What a browser and what Prometheus asks for; to the latter, newer clients escape the colon.
+ACCEPTS = {
+    "text": "text/plain",
+    "openmetrics": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5",
+}
+NAME = re.compile(r"sglang[:_]ddtree_guard_")  # as the alert rules match it
+
+
+def _served(folder: Path, how: str, accept: str) -> dict[str, float]:
     """Each sample of the guard's, as `name{labels}` without the prefix, and its value."""
     done = subprocess.run(
-        [sys.executable, "-c", SERVER, SCHEDULER, str(folder), how],
+        [sys.executable, "-c", SERVER, SCHEDULER, str(folder), how, accept],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = [line.rpartition(" ") for line in done.stdout.splitlines() if "ddtree_guard" in line]
-    return {
-        name.removeprefix("sglang:ddtree_guard_"): float(value)
-        for name, _, value in rows
-        if not name.startswith("#")
-    }
+    rows = [line.rpartition(" ") for line in done.stdout.splitlines() if NAME.match(line)]
+    return {NAME.sub("", name): float(value) for name, _, value in rows}
 
 
-@pytest.mark.parametrize("how", ["client", pytest.param("sglang", marks=pytest.mark.sglang)])
-def test_every_rank_is_exported(tmp_path: Path, how: str) -> None:
-    found = _served(tmp_path, how)
+@pytest.mark.parametrize(
+    ("how", "accept"),
+    [
+        ("client", "text"),
+        ("client", "openmetrics"),
+        pytest.param("sglang", "openmetrics", marks=pytest.mark.sglang),
+    ],
+)
+def test_every_rank_is_exported(tmp_path: Path, how: str, accept: str) -> None:
+    found = _served(tmp_path, how, ACCEPTS[accept])
     counted = {name: value for name, value in found.items() if name.startswith("violations")}
     assert counted == {
         'violations_total{latent="no",rank="TP0",rule="CFG1",scope="server"}': 1.0,

@@ -69,7 +69,8 @@ def test_variables_exist(page: Path) -> None:
 
 @each_page
 def test_metrics_exist(page: Path) -> None:
-    assert set(re.findall(r"sglang:ddtree_guard\w+", page.read_text())) <= set(exported())
+    named = re.findall(r"sglang(?::|\[:_\])(ddtree_guard\w+)", page.read_text())
+    assert {f"sglang:{name}" for name in named} <= set(exported())
 
 
 def commands(text: str) -> Iterator[list[str]]:
