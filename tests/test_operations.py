@@ -19,7 +19,8 @@ from ddtree_guard.metrics import exported
 from ddtree_guard.runbook import GENERAL, Cure
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 PAGES.append(ROOT / "docs" / "rules" / "runbook.md")
 GUIDE = (ROOT / "docs" / "operations.md").read_text()
 LINES = re.findall(
