@@ -24,7 +24,7 @@ from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.runtime import ServerGuard
 from ddtree_guard.hooks.selftest import self_test
 from ddtree_guard.hooks.sites import SCHEDULER, scheduler_hooks, verify_hook, worker_hook
-from ddtree_guard.metrics import Metrics, metrics_for
+from ddtree_guard.metrics import metrics_for, metrics_of_process
 from ddtree_guard.step import Step
 
 log = logging.getLogger("ddtree_guard")
@@ -59,8 +59,10 @@ def start(config: Config, scheduler: Any) -> ServerGuard | None:
             log.info("ddtree_guard idle: no speculative algorithm is active")
             return None
         rank = rank_of(scheduler)
-        run, metrics = f"run-{os.getppid()}", metrics_of(scheduler)
-        guard = ServerGuard(config, rank=rank, run=run, metrics=metrics)
+        served = bool(getattr(args, "enable_metrics", False))
+        guard = ServerGuard(
+            config, rank=rank, run=f"run-{os.getppid()}", metrics=metrics_for(rank, served)
+        )
         if str(getattr(args, "device", "")).startswith("cuda"):
             guard.checker = device_checker(guard)
         guard.install(scheduler_hooks(guard))
@@ -71,12 +73,6 @@ def start(config: Config, scheduler: Any) -> ServerGuard | None:
             raise
         log.exception("ddtree_guard internal site=start: our bug; the server is not affected")
         return None
-
-
-def metrics_of(scheduler: Any) -> Metrics:
-    """The metrics of this process's rank."""
-    served = bool(getattr(scheduler.server_args, "enable_metrics", False))
-    return metrics_for(rank_of(scheduler), served)
 
 
 def device_checker(guard: ServerGuard) -> Checker:
@@ -91,13 +87,12 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
     try:
         if guard is None:
             if scheduler.server_args.speculative_algorithm:
-                why = "the guard could not start; see the exception above"
-                _report(config, None, why, metrics_of(scheduler))
+                _report(config, None, "the guard could not start; see the exception above")
             return
         why = _arm(guard, scheduler)
         if why:
             guard.remove()
-        _report(config, guard, why, guard.metrics)
+        _report(config, guard, why)
         if not why:
             _judge(guard)
             atexit.register(guard.journal.flush)
@@ -141,7 +136,7 @@ def configuration_of(guard: ServerGuard) -> Step | None:
     return read_configuration(*targets[-1], drafts, guard.rank)
 
 
-def _report(config: Config, guard: ServerGuard | None, why: str, metrics: Metrics) -> None:
+def _report(config: Config, guard: ServerGuard | None, why: str) -> None:
     rank, world, store = boot.world_of(importlib.import_module("torch.distributed"))
     mine = boot.RankReport(rank, why)
     reports: tuple[boot.RankReport, ...] = (mine,)
@@ -149,6 +144,7 @@ def _report(config: Config, guard: ServerGuard | None, why: str, metrics: Metric
         boot.publish(store, mine)
         if rank == 0 or config.mode is Mode.RAISE:
             reports = boot.gather(store, world)
+    metrics = metrics_of_process() if guard is None else guard.metrics
     whole = mine.armed and guard is not None and not guard.fuses.disarmed()
     metrics.set("armed", float(whole))
     if rank == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_guard.metrics import Metrics, exported, metrics_for
+from ddtree_guard.metrics import Metrics, exported, metrics_for, metrics_of_process
 
 
 class Made:
@@ -55,6 +55,7 @@ def test_nothing_is_imported_where_sglang_serves_no_metrics() -> None:
     metrics.set("armed", 1)
     assert not metrics.active
     assert ("prometheus_client" in sys.modules) is before
+    assert not metrics_of_process().active
 
 
 def test_without_the_client_there_are_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.hooks.runtime import ServerGuard
-from ddtree_guard.metrics import metrics_for
+from ddtree_guard.metrics import metrics_for, metrics_of_process
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.steps import sound_step
 
@@ -29,6 +29,7 @@ assert "prometheus_client" not in sys.modules
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 metrics = metrics_for(f"TP{rank}", served=True)
 assert metrics_for(f"TP{rank}", served=True) is metrics  # the client refuses a name twice
+assert metrics_of_process() is metrics
 dumps = folder if rank == 0 else folder / "file"  # rank 1 cannot write there
 (folder / "file").touch()
 guard = ServerGuard(Config(mode=Mode.LOG, dump_dir=dumps), rank=f"TP{rank}", metrics=metrics)

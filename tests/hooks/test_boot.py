@@ -102,8 +102,8 @@ def test_a_guard_that_could_not_start_is_exported_as_not_armed(
     told: dict[str, float] = {}
     metrics = Metrics("TP0")
     monkeypatch.setattr(metrics, "set", told.__setitem__)
-    monkeypatch.setattr(arm, "metrics_for", lambda rank, served: metrics)
-    args = SimpleNamespace(speculative_algorithm="DDTREE", enable_metrics=True)
+    monkeypatch.setattr(arm, "metrics_of_process", lambda: metrics)
+    args = SimpleNamespace(speculative_algorithm="DDTREE")
     arm.finish(Config(mode=Mode.LOG), None, SimpleNamespace(server_args=args))
     assert told == {"armed": 0.0, "ranks": 1, "ranks_armed": 0}
     assert "NOT GUARDED: rank 0 of 1, the guard could not start" in caplog.text
