@@ -14,6 +14,7 @@ import pytest
 from ddtree_guard import render
 from ddtree_guard.cli import build_parser
 from ddtree_guard.config import PREFIX, TREE_PREFIX, VARIABLES, Config, Mode
+from ddtree_guard.hooks import fuses, journal, ranks, taint
 from ddtree_guard.hooks.boot import Boot
 from ddtree_guard.metrics import exported
 from ddtree_guard.runbook import GENERAL, Cure
@@ -196,3 +197,16 @@ def test_every_reason_for_not_guarded_exists() -> None:
     for reason in reasons:
         parts = re.split(r" S | \d ", reason)
         assert all(part in source for part in parts), reason
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    text = " ".join(GUIDE.split())
+    for said in (
+        f"remembers {taint.KEPT} sources",
+        f"at most every {journal.EVERY_S:.0f} s",
+        f"{ranks.EVERY}th step",
+        f"failed {fuses.LIMIT} times",
+        f"`SGLANG_DDTREE_GUARD_DUMP_MAX_MB` ({Config().dump_max_mb})",
+        f"`SGLANG_DDTREE_GUARD_DUMP_KEEP` ({Config().dump_keep})",
+    ):
+        assert said in text
