@@ -181,6 +181,11 @@ ADVICE: Mapping[str, Advice] = {
 }
 
 
+def advice_on(rule: str) -> Advice:
+    """The row of a rule; one that has none yet gets the cure that stops every verify step."""
+    return ADVICE.get(rule, Advice(Harm.TEXT, (Cure.PLAIN,)))
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What the findings of one family have in common: who is hit, and what shows it best."""

@@ -12,7 +12,7 @@ from ddtree_guard.checks import ALL
 from ddtree_guard.commands.explain import page
 from ddtree_guard.report.pages import runbook
 from ddtree_guard.rule import Rule
-from ddtree_guard.runbook import ADVICE, FAMILIES, Cure, Harm
+from ddtree_guard.runbook import ADVICE, FAMILIES, Cure, Harm, advice_on
 
 
 def test_every_rule_and_family_is_covered_and_no_other() -> None:
@@ -64,3 +64,7 @@ def test_every_flag_is_one_of_this_sglang() -> None:
         if f'"{flag}"' not in source and f"\n    {flag[2:].replace('-', '_')}:" not in source
     ]
     assert missing == []
+
+
+def test_a_rule_without_a_row_is_still_explained() -> None:
+    assert advice_on("Q9").cures == (Cure.PLAIN,)

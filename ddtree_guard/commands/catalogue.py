@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ddtree_guard.rule import HEADINGS, Rule
-from ddtree_guard.runbook import ADVICE
+from ddtree_guard.runbook import advice_on
 
 
 class _NumPyLater(ModuleType):
@@ -59,7 +59,7 @@ def reads(rule: Rule) -> list[str]:
 
 def advice(rule: Rule) -> tuple[str, list[str]]:
     """What a break of the rule does to users, and what to do, the best first."""
-    row = ADVICE[rule.id]
+    row = advice_on(rule.id)
     return row.harm.value, [cure.value for cure in row.cures]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ddtree_guard.commands.catalogue import advice, reads, sections
 from ddtree_guard.render import block
 from ddtree_guard.rule import Rule
-from ddtree_guard.runbook import ADVICE, FAMILIES, GENERAL, Cure
+from ddtree_guard.runbook import FAMILIES, GENERAL, Cure, advice_on
 from ddtree_guard.testing.examples import example
 
 _PAGE = re.compile(r"[A-Z]+\d+\.md")
@@ -68,7 +68,7 @@ def runbook(rules: Sequence[Rule]) -> str:
         lines += [f"**Learn.** {family.learn}", "", "| rule | defect | harm | try, in this order |"]
         lines.append("|---|---|---|---|")
         for rule in members:
-            row = ADVICE[rule.id]
+            row = advice_on(rule.id)
             words = ", ".join(f"[{cure.word}](#{cure.word})" for cure in row.cures)
             lines.append(
                 f"| [{rule.id}]({rule.id}.md) | {rule.name} | {row.harm.value} | {words} |"
