@@ -46,7 +46,8 @@ def page(rule: Rule) -> str:
 
 def index(rules: Sequence[Rule]) -> str:
     """The table of all rules."""
-    lines = ["# Rules", "", _NOTE, "", "| id | defect | scope | site | what must hold |"]
+    lines = ["# Rules", "", _NOTE, "", "What to do about a finding: the [runbook](runbook.md).", ""]
+    lines += ["| id | defect | scope | site | what must hold |"]
     lines.append("|---|---|---|---|---|")
     for rule in rules:
         link = f"[{rule.id}]({rule.id}.md)"
