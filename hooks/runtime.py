@@ -79,7 +79,7 @@ class ServerGuard:
         self.metrics = metrics or Metrics(rank)
         self.journal = journal or Journal(config.log)
         self.digests = digests
-        self.fuses = Fuses(strict=config.mode is Mode.RAISE)
+        self.fuses = Fuses(strict=config.mode is Mode.RAISE, told=self.metrics.fault)
         self.taints = Taints()
         self.coverage = Coverage()
         self.flight = Flight(config, run, rank, self.metrics)
@@ -338,7 +338,7 @@ class ServerGuard:
             self.coverage.latent += 1
         else:
             self.coverage.findings += 1
-        self.metrics.add("violations_total", rule=finding.rule, scope=finding.scope.value)
+        self.metrics.finding(finding)
         if not finding.latent or self.journal.is_new(finding.rule):
             self.journal.write(finding, step, dump, self.flight.name(finding.rid))
         return render.block(finding, step, dump)
@@ -357,6 +357,7 @@ class ServerGuard:
             source = self.taints.reuse(req)
             if source is not None:
                 self.flight.tainted(str(req.rid))
+                self.metrics.add("tainted_total")
                 log.error(
                     "ddtree_guard tainted rid=%s source=%s cached=%d name=%s: it reuses KV of a "
                     "step that had a finding",

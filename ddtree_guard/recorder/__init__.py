@@ -251,10 +251,10 @@ class Recorder:
             doctor=self.doctor,
         )
         path = self.writer.save(steps, [(len(steps) - 1, f) for f in findings], notes)
+        self.count("dumps_failed_total" if path is None else "dumps_total", 1)
         if path is not None:
             self.dumps += 1
             self._suppressed = 0
-            self.count("dumps_total", 1)
             if kind != "finding":  # a finding's own log line names the dump
                 log.warning("ddtree_guard dump trigger=%s why=%r dump=%s", kind, why, path)
         return path
