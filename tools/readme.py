@@ -51,6 +51,28 @@ def device_check() -> str:
     return f"{table(head, rows)}\n\n{note}"
 
 
+def ring_cost() -> str:
+    """What the flight recorder adds to a checked step."""
+    found = load("ring_cost")
+    rows = [
+        [
+            row["bs"],
+            row["w"],
+            f"{row['ring_mib']:.1f} MiB, {row['ring_steps']} slots",
+            *(
+                "{median_us:.1f} ({q1_us:.1f}-{q3_us:.1f})".format(**row[name])
+                for name in ("gpu", "host_graph", "host_eager")
+            ),
+        ]
+        for row in found["shapes"]
+    ]
+    head = ("requests", "w", "ring", "GPU", "host, graphs", "host, eager")
+    note = (
+        f"{found['gpu']}, torch {found['torch']}; microseconds a step on top of the check, median"
+    )
+    return f"{table(head, rows)}\n\n{note} (quartiles)."
+
+
 def engines() -> str:
     """Guarded engines under mixed traffic."""
     rows = [
@@ -90,6 +112,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "device_check": device_check,
     "engines": engines,
     "lossless": lossless,
+    "ring_cost": ring_cost,
 }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from ddtree_guard import cli
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.dump.find import find_dumps
 from ddtree_guard.dump.read import Dump
+from ddtree_guard.dump.schema import SCHEMA_FILE
 from ddtree_guard.guard import Guard
 from ddtree_guard.hooks import arm, flight
 from ddtree_guard.metrics import Metrics
@@ -256,6 +258,27 @@ def test_a_finding_offline_is_the_finding_online(
     assert device or len(offline) == len(online)
     assert cli.main(["check", line["dump"]]) == 1
     assert [Guard().check(dump.step(n)).findings for n in range(3)] == [()] * 3
+
+
+@pytest.mark.parametrize("redact", [False, True], ids=["plain", "redacted"])
+def test_what_a_live_server_writes_fits_the_shipped_schema(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redact: bool
+) -> None:
+    server, guard = start(_case(graph=True), device=True, redact=redact)
+    for _ in range(3):
+        server.step()
+    _plant_next(guard, monkeypatch, "P1")
+    server.step()
+    guard.flight.recorder.trigger("signal", "SIGUSR2")
+    rules = json.loads(SCHEMA_FILE.read_text())
+    kinds = []
+    for dump in map(Dump, find_dumps(tmp_path)):
+        jsonschema.validate(dump.manifest, rules, jsonschema.Draft202012Validator)
+        assert dump.manifest["schema"] == rules["properties"]["schema"]["const"]
+        assert dump.requests()
+        assert "ring=8MiB" in dump.doctor[0]
+        kinds.append(dump.trigger["kind"])
+    assert sorted(kinds) == ["finding", "signal"]
 
 
 def test_a_storm_yields_one_dump_and_a_count(
