@@ -32,8 +32,8 @@ from ddtree_guard.dump.find import find_dumps
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.guard import Guard
 
-FULL = 150  # steps after which the ring is full and a dump is asked for
-PLANT_AT = 450
+FULL = 100  # steps after which the ring is full and a dump is asked for
+PLANT_AT = 240
 START_S = 270.0  # a fresh box compiles for minutes when others share its cores
 RULES = ("W3", "P1", "M2", "K2")
 LATENT = ("M5",)  # stock's captured mask lacks the tree columns; no kernel reads beyond its end
@@ -100,7 +100,13 @@ def readers(path: Path) -> dict[str, Any]:
     return {
         "steps": len(reports),
         "rules_checked": sorted({rule for report in reports for rule in report.checked}),
-        "findings": [[n, f.rule] for n, report in enumerate(reports) for f in report.findings],
+        "findings": [
+            [n, f.rule]
+            for n, report in enumerate(reports)
+            for f in report.findings
+            if f.rule not in LATENT
+        ],
+        "latent": sum(f.rule in LATENT for report in reports for f in report.findings),
         "mb": round(sum(file.stat().st_size for file in path.iterdir()) / 2**20, 2),
         "exits": {name: run["exit"] for name, run in runs.items()},
         "seconds": {name: run["seconds"] for name, run in runs.items()},
@@ -159,7 +165,7 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
         child.send(do="soak", seconds=seconds, seed=5)
         row["asked"] = asked(cell, child)
         rule = cell.plant.partition("@")[0]
-        path = wait_for(lambda: dump_of(cell, "finding", rule), seconds)
+        path = wait_for(lambda: dump_of(cell, "finding", rule), 2 * seconds)
         row["traffic"] = child.answer(seconds + 60)
         time.sleep(1.0)  # the probe writes twice a second
         row["probe"] = child.probe()
@@ -187,10 +193,11 @@ def good(row: dict[str, Any]) -> dict[str, bool]:
     told, ring, found = row["signal_dump"], row["probe"]["recorder"]["ring"], row["fault"]
     hit, clean = found["request_hit"], found["request_clean"]
     return {
-        "ring_full": told["steps"] == ring["steps"],
+        "ring_full": told["steps"] == Config().ring_steps,
         "nothing_dropped": ring["dropped"] == 0,
         "no_faults": row["probe"]["recorder"]["faults"] == 0 and not row["probe"]["faults"],
-        "signal_dump_clean": told["exits"] == {"check": 0, "show": 0, "report": 0},
+        "signal_dump_clean": told["exits"]
+        == {"check": int(told["latent"] > 0), "show": 0, "report": 0},
         "no_false_finding": not told["findings"] and not found["others_logged"],
         "fault_dumped": found["dumped_step"] == found["planted_at"],
         "offline_is_online": found["equal"] and found["planted"] in found["offline"],
@@ -202,7 +209,7 @@ def good(row: dict[str, Any]) -> dict[str, bool]:
 def main() -> int:
     """Run the engines side by side. 1 unless everything that must hold does."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="traffic per engine")
+    parser.add_argument("--seconds", type=float, default=30.0, help="traffic per engine")
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("--only", action="append", default=[], help="algorithm, may be repeated")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")

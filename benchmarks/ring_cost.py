@@ -4,8 +4,9 @@
 
 GPU time: two captured graphs, the check alone and the check with the pack kernel, replayed in
 turns; the cost is the median of the paired differences. Host time, likewise in turns: eager steps
-with and without the ring, and, for graphs, the note about a replay that the host leaves. Everything
-runs under `set_sync_debug_mode("error")`. What the device packed is compared with what the host
+with and without the ring, and, for graphs, the note about a replay that the host leaves; an eager
+step launches a kernel more, so a bare launch of as many arguments is measured beside it. Steps run
+under `set_sync_debug_mode("error")`. What the device packed is compared with what the host
 would keep. `read_ms` is what a dump takes to copy the ring to the host.
 """
 
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from ddtree_guard.device.from_step import buffers_of, shape_of
 from ddtree_guard.device.launch import DeviceCheck
-from ddtree_guard.device.pack import Pack, Packer
+from ddtree_guard.device.pack import PACK_ARGS, Pack, Packer
 from ddtree_guard.recorder.ring import AHEAD, Ring, bare
 from ddtree_guard.recorder.trail import Trails
 from ddtree_guard.step import Outcome, Step
@@ -36,6 +39,19 @@ SHAPES = ((8, 17), (8, 65), (32, 65))
 LIMIT_HOST_US, LIMIT_GPU_US = 5.0, 2.0
 PAIRS, BATCH = 60, 50
 Work = Callable[[], None]
+
+
+@triton.jit(do_not_specialize=PACK_ARGS)
+def empty_kernel(
+    state: tl.tensor, ring: tl.tensor, lens: tl.tensor, qo: tl.tensor, kv: tl.tensor,
+    mi: tl.tensor, sizes: tl.tensor, mask: tl.tensor, tokens: tl.tensor, parents: tl.tensor,
+    depths: tl.tensor, positions: tl.tensor, slots: tl.tensor, lanes: tl.int32, w: tl.int32,
+    steps: tl.int32, words: tl.int32, numel: tl.int64, at_qo: tl.int32, at_kv: tl.int32,
+    at_mi: tl.int32, at_lens: tl.int32, at_sizes: tl.int32, at_tokens: tl.int32,
+    at_parents: tl.int32, at_depths: tl.int32, at_positions: tl.int32, at_slots: tl.int32,
+    at_bits: tl.int32, row_words: tl.int32,
+) -> None:  # fmt: skip
+    """As many arguments as the pack kernel, and nothing to do."""
 
 
 class Case:
@@ -70,6 +86,11 @@ class Case:
         """What the ring adds to the host's part of a replay."""
         self.mark += 1
         self.ring.place(self.mark, self.base, self.kinds, self.who)
+
+    def bare(self) -> None:
+        """The step with an empty launch more."""
+        self.check()
+        self.empty()
 
     def both(self) -> None:
         """An eager step with a ring."""
@@ -129,7 +150,9 @@ def measure(bs: int, w: int, pairs: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     alone = captured(case.check, copies)
     graph = captured(case.packed, copies)
+    floor = captured(case.bare, copies)
     gpu = paired(lambda: gpu_us(alone) / copies, lambda: gpu_us(graph) / copies, pairs)
+    empty = paired(lambda: gpu_us(alone) / copies, lambda: gpu_us(floor) / copies, pairs // 2)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
@@ -140,11 +163,13 @@ def measure(bs: int, w: int, pairs: int) -> dict[str, Any]:
         torch.cuda.set_sync_debug_mode("default")
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
     eager = paired(lambda: host_us(case.check), lambda: host_us(case.both), pairs)
+    bare_us = paired(lambda: host_us(case.check), lambda: host_us(case.bare), pairs)
     replay = paired(lambda: host_us(_nothing), lambda: host_us(case.note), pairs)
     return {
         "bs": bs, "w": w, "slot_bytes": case.ring.words * 8, "ring_steps": case.ring.steps,
-        "ring_mib": round(case.ring.nbytes / 2**20, 3), "gpu": gpu, "host_eager": eager,
-        "host_graph": replay, "syncs": 0, "allocations": allocations,
+        "ring_mib": round(case.ring.nbytes / 2**20, 3), "gpu": gpu, "gpu_empty_launch": empty,
+        "host_eager": eager, "host_bare_launch": bare_us, "host_graph": replay,
+        "syncs": 0, "allocations": allocations,
         "same_as_host": same_as_host(case), "read_ms": read_ms(case),
     }  # fmt: skip
 
@@ -213,7 +238,8 @@ def main() -> int:
     within = all(
         shape["gpu"]["median_us"] <= LIMIT_GPU_US
         and shape["host_graph"]["median_us"] <= LIMIT_HOST_US
-        and shape["host_eager"]["median_us"] <= LIMIT_HOST_US
+        and shape["host_eager"]["median_us"] - shape["host_bare_launch"]["median_us"]
+        <= LIMIT_HOST_US
         and shape["allocations"] == 0
         and shape["same_as_host"]
         for shape in shapes

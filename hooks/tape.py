@@ -109,7 +109,7 @@ class Tape:
     def _bind(self, launch: Any, view: View, state: Any) -> Bound:
         buffers, shape = launch.buffers, launch.shape
         if shape.contract.chain:  # its rows follow each other; no array says so
-            buffers = dataclasses.replace(buffers, parents=None, sizes=None)
+            buffers = dataclasses.replace(buffers, parents=None, depths=None, sizes=None)
         rows = shape.lanes * shape.w
         if buffers.positions is not None and buffers.positions.numel() != rows:  # mRoPE
             buffers = dataclasses.replace(buffers, positions=None)
@@ -158,6 +158,8 @@ def lanes_for(least: int, most: int, w: int, steps: int) -> int:
     fewer than `least`.
     """
     lanes = most
-    while lanes > least and MAX_BYTES // (slot_words(lanes, w) * 8) < min(LEAST, steps):
+    while lanes > least and MAX_BYTES // (slot_words(lanes, w, outcome=False) * 8) < min(
+        LEAST, steps
+    ):
         lanes = max(least, lanes // 2)
     return lanes

@@ -27,73 +27,127 @@ from ddtree_guard.errors import UsageError
 Tensor = Any
 Kinds = dict[str, tuple[str, tuple[int, ...]]]  # field of a Step to dtype and shape
 HAS = {"tokens": 1, "parents": 2, "positions": 4, "out_cache_loc": 8, "mask": 16, "sizes": 32,
-       "qo_indptr": 64, "kv_indptr": 128, "mask_indptr": 256}  # fmt: skip
+       "qo_indptr": 64, "kv_indptr": 128, "mask_indptr": 256, "depths": 512}  # fmt: skip
 _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
-cTOKENS, cPARENTS, cPOSITIONS, cSLOTS, cMASK, cSIZES, cQO, cKV, cMI = map(_constant, HAS.values())
+(cTOKENS, cPARENTS, cPOSITIONS, cSLOTS, cMASK, cSIZES, cQO, cKV, cMI, cDEPTHS) = map(
+    _constant, HAS.values()
+)
 
 PACK_ARGS = [
-    "state", "ring", "lens", "qo", "kv", "mi", "sizes", "mask", "tokens", "parents", "positions",
-    "slots", "lanes", "w", "steps", "words", "numel", "at_qo", "at_kv", "at_mi", "at_lens",
-    "at_sizes", "at_tokens", "at_parents", "at_positions", "at_slots", "at_bits", "row_words",
+    "state", "ring", "lens", "qo", "kv", "mi", "sizes", "mask", "tokens", "parents", "depths",
+    "positions", "slots", "lanes", "w", "steps", "words", "numel", "at_qo", "at_kv", "at_mi",
+    "at_lens", "at_sizes", "at_tokens", "at_parents", "at_depths", "at_positions", "at_slots",
+    "at_bits", "row_words",
 ]  # fmt: skip
 
 
 @triton.jit
-def _move(source: tl.tensor, target: tl.tensor, count: tl.int64, COLS: tl.constexpr) -> None:
-    """Copy `count` integers, at most COLS, to int64 words."""
-    at = tl.arange(0, COLS)
-    tl.store(target + at, tl.load(source + at, at < count, 0).to(tl.int64), at < count)
+def _rows(
+    slot: tl.tensor, at: tl.tensor, mine: tl.tensor, tokens: tl.tensor, parents: tl.tensor,
+    depths: tl.tensor, positions: tl.tensor, slots: tl.tensor, at_tokens: tl.tensor,
+    at_parents: tl.tensor, at_depths: tl.tensor, at_positions: tl.tensor, at_slots: tl.tensor,
+    HAS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One value a row. All loads come before the first store: a store may alias a later load, so
+    the compiler would wait for each.
+    """
+    if HAS & cTOKENS:
+        token = tl.load(tokens + at, mine, 0).to(tl.int64)
+    if HAS & cPARENTS:
+        parent = tl.load(parents + at, mine, 0).to(tl.int64)
+    if HAS & cDEPTHS:
+        depth = tl.load(depths + at, mine, 0).to(tl.int64)
+    if HAS & cPOSITIONS:
+        position = tl.load(positions + at, mine, 0).to(tl.int64)
+    if HAS & cSLOTS:
+        place = tl.load(slots + at, mine, 0).to(tl.int64)
+    if HAS & cTOKENS:
+        tl.store(slot + at_tokens + at, token, mine)
+    if HAS & cPARENTS:
+        tl.store(slot + at_parents + at, parent, mine)
+    if HAS & cDEPTHS:
+        tl.store(slot + at_depths + at, depth, mine)
+    if HAS & cPOSITIONS:
+        tl.store(slot + at_positions + at, position, mine)
+    if HAS & cSLOTS:
+        tl.store(slot + at_slots + at, place, mine)
+
+
+@triton.jit
+def _requests(
+    slot: tl.tensor, lanes: tl.tensor, lens: tl.tensor, qo: tl.tensor, kv: tl.tensor,
+    mi: tl.tensor, sizes: tl.tensor, at_qo: tl.tensor, at_kv: tl.tensor, at_mi: tl.tensor,
+    at_lens: tl.tensor, at_sizes: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr,
+) -> None:  # fmt: skip
+    """One value a request, of all of them."""
+    at = tl.arange(0, LANES)
+    one, more = at < lanes, at <= lanes
+    length = tl.load(lens + at, one, 0).to(tl.int64)
+    if HAS & cQO:
+        q = tl.load(qo + at, more, 0).to(tl.int64)
+    if HAS & cKV:
+        k = tl.load(kv + at, more, 0).to(tl.int64)
+    if HAS & cMI:
+        m = tl.load(mi + at, more, 0).to(tl.int64)
+    if HAS & cSIZES:
+        size = tl.load(sizes + at, one, 0).to(tl.int64)
+    tl.store(slot + at_lens + at, length, one)
+    if HAS & cQO:
+        tl.store(slot + at_qo + at, q, more)
+    if HAS & cKV:
+        tl.store(slot + at_kv + at, k, more)
+    if HAS & cMI:
+        tl.store(slot + at_mi + at, m, more)
+    if HAS & cSIZES:
+        tl.store(slot + at_sizes + at, size, one)
 
 
 @triton.jit(do_not_specialize=PACK_ARGS, do_not_specialize_on_alignment=PACK_ARGS)
 def pack_kernel(
     state: tl.tensor, ring: tl.tensor, lens: tl.tensor, qo: tl.tensor, kv: tl.tensor,
     mi: tl.tensor, sizes: tl.tensor, mask: tl.tensor, tokens: tl.tensor, parents: tl.tensor,
-    positions: tl.tensor, slots: tl.tensor, lanes: tl.int32, w: tl.int32, steps: tl.int32,
-    words: tl.int32, numel: tl.int64, at_qo: tl.int32, at_kv: tl.int32, at_mi: tl.int32,
-    at_lens: tl.int32, at_sizes: tl.int32, at_tokens: tl.int32, at_parents: tl.int32,
-    at_positions: tl.int32, at_slots: tl.int32, at_bits: tl.int32, row_words: tl.int32,
+    depths: tl.tensor, positions: tl.tensor, slots: tl.tensor, lanes: tl.int32, w: tl.int32,
+    steps: tl.int32, words: tl.int32, numel: tl.int64, at_qo: tl.int32, at_kv: tl.int32,
+    at_mi: tl.int32, at_lens: tl.int32, at_sizes: tl.int32, at_tokens: tl.int32,
+    at_parents: tl.int32, at_depths: tl.int32, at_positions: tl.int32, at_slots: tl.int32,
+    at_bits: tl.int32, row_words: tl.int32,
     HAS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (lanes, row blocks): rows of one request; program (0, 0) writes what is per request."""
+    """Grid (lanes, blocks): row blocks of one request, first those of its rows, then for each word
+    of mask bits, and at last one (used for request 0) of what is per request.
+    """
     lane = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(1)
+    blocks = tl.cdiv(w, ROWS)
     number = tl.load(state + 2)
     slot = ring + (number % steps) * words
-    row = block * ROWS + tl.arange(0, ROWS)
+    row = (part % blocks) * ROWS + tl.arange(0, ROWS)
     mine = row < w
     at = lane * w + row
-    if HAS & cMASK:
+    if part < blocks:
+        _rows(
+            slot, at, mine, tokens, parents, depths, positions, slots, at_tokens, at_parents,
+            at_depths, at_positions, at_slots, HAS,
+        )  # fmt: skip
+    elif part == tl.num_programs(1) - 1:
+        if lane == 0:
+            tl.store(slot, number)
+            _requests(
+                slot, lanes, lens, qo, kv, mi, sizes, at_qo, at_kv, at_mi, at_lens, at_sizes,
+                HAS, LANES,
+            )  # fmt: skip
+    elif HAS & cMASK:
+        word = part // blocks - 1
         s = tl.load(lens + lane).to(tl.int64)
         rows = tl.load(qo + lane + 1).to(tl.int64) - tl.load(qo + lane).to(tl.int64)
-        begin = tl.load(mi + lane).to(tl.int64) + row * (s + rows) + s
-        for word in range(row_words):
-            column = word * 64 + tl.arange(0, 64)
-            cell = begin[:, None] + column[None, :]
-            inside = mine[:, None] & (column < w)[None, :] & (column[None, :] < rows)
-            inside = inside & (cell >= 0) & (cell < numel)
-            seen = tl.load(mask + cell, inside, 0) != 0
-            bits = tl.sum(seen.to(tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :], 1)
-            tl.store(slot + at_bits + at * row_words + word, bits, mine)
-    if HAS & cTOKENS:
-        tl.store(slot + at_tokens + at, tl.load(tokens + at, mine, 0).to(tl.int64), mine)
-    if HAS & cPARENTS:
-        tl.store(slot + at_parents + at, tl.load(parents + at, mine, 0).to(tl.int64), mine)
-    if HAS & cPOSITIONS:
-        tl.store(slot + at_positions + at, tl.load(positions + at, mine, 0).to(tl.int64), mine)
-    if HAS & cSLOTS:
-        tl.store(slot + at_slots + at, tl.load(slots + at, mine, 0).to(tl.int64), mine)
-    if lane + block == 0:
-        tl.store(slot, number)
-        _move(lens, slot + at_lens, lanes, LANES)
-        if HAS & cQO:
-            _move(qo, slot + at_qo, lanes + 1, LANES)
-        if HAS & cKV:
-            _move(kv, slot + at_kv, lanes + 1, LANES)
-        if HAS & cMI:
-            _move(mi, slot + at_mi, lanes + 1, LANES)
-        if HAS & cSIZES:
-            _move(sizes, slot + at_sizes, lanes, LANES)
+        begin = tl.load(mi + lane).to(tl.int64) + row.to(tl.int64) * (s + rows) + s
+        column = word * 64 + tl.arange(0, 64)
+        cell = begin[:, None] + column[None, :]
+        inside = mine[:, None] & (column < w)[None, :] & (column[None, :] < rows)
+        inside = inside & (cell >= 0) & (cell < numel)
+        seen = tl.load(mask + cell, inside, 0) != 0
+        bits = tl.sum(seen.to(tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :], 1)
+        tl.store(slot + at_bits + at * row_words + word, bits, mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +205,9 @@ class Packer:
             *(places[path] for path in _PLACES), -(-self.ring.w // 64),
         )  # fmt: skip
         rows, bits = 16, sum(HAS[name] for name in has)
+        blocks = triton.cdiv(w, rows) * (1 + (-(-w // 64) if "mask" in has else 0)) + 1
         launch = bind(
-            pack_kernel, (lanes, triton.cdiv(w, rows)),
+            pack_kernel, (lanes, blocks),
             (self.state, self.tensor, *tensors, *numbers), 4,
             HAS=bits, ROWS=rows, LANES=triton.next_power_of_2(lanes + 1),
         )  # fmt: skip
@@ -195,12 +250,12 @@ class Reader:
 
 _TENSORS = (
     "lens", "qo_indptr", "kv_indptr", "mask_indptr", "sizes", "mask", "tokens", "parents",
-    "positions", "out_cache_loc",
+    "depths", "positions", "out_cache_loc",
 )  # fmt: skip
 _PLACES = (
     "layout.qo_indptr", "layout.kv_indptr", "layout.mask_indptr", "layout.prefix_lens",
-    "tree.sizes", "tree.tokens", "tree.parents", "positions.values", "slots.out_cache_loc",
-    "mask.tree_bits",
+    "tree.sizes", "tree.tokens", "tree.parents", "tree.depths", "positions.values",
+    "slots.out_cache_loc", "mask.tree_bits",
 )  # fmt: skip
 
 
@@ -220,6 +275,7 @@ def _kinds(buffers: Buffers, has: set[str], bs: int, lanes: int, w: int) -> Kind
         "sizes": ("tree.sizes", (bs,)),
         "tokens": ("tree.tokens", (bs, w)),
         "parents": ("tree.parents", (bs, w)),
+        "depths": ("tree.depths", (bs, w)),
         "positions": ("positions.values", (lanes * w,)),
         "out_cache_loc": ("slots.out_cache_loc", (lanes * w,)),
     }

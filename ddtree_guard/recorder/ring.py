@@ -21,13 +21,14 @@ from ddtree_guard.step import ARRAY_SHAPES, PARTS, Step
 
 MAX_BYTES = 8 << 20
 HEADER = 4  # words: the mark of this step, then spare ones
-AHEAD = 8  # slots that a device may be writing: more steps than can be in flight
+AHEAD = 6  # slots that a device may be writing: more steps than can be in flight
 BITS = "mask.tree_bits"
 # Field and its room in words, in terms of lanes L, width w and bit words per row.
 FIELDS: Mapping[str, str] = {
     "layout.qo_indptr": "L+1", "layout.kv_indptr": "L+1", "layout.mask_indptr": "L+1",
     "layout.prefix_lens": "L", "tree.sizes": "L", "tree.tokens": "L*w", "tree.parents": "L*w",
-    "positions.values": "L*w", "slots.out_cache_loc": "L*w", BITS: "L*w*words",
+    "tree.depths": "L*w", "positions.values": "L*w", "slots.out_cache_loc": "L*w",
+    BITS: "L*w*words",
     "outcome.accept_lens": "L", "outcome.accept_index": "L*path", "outcome.predict": "L*w",
     "outcome.committed": "L*path",
 }  # fmt: skip
@@ -41,20 +42,23 @@ def bit_words(w: int) -> int:
     return -(-w // 64)
 
 
-def room(lanes: int, w: int) -> dict[str, tuple[int, int]]:
-    """Field to (first word, words) of a slot for `lanes` requests of `w` rows."""
+def room(lanes: int, w: int, outcome: bool = True) -> dict[str, tuple[int, int]]:
+    """Field to (first word, words) of a slot for `lanes` requests of `w` rows; with the fields of
+    the outcome or without.
+    """
     sizes = {"L": lanes, "L+1": lanes + 1, "L*w": lanes * w, "L*path": lanes * PATH}
     sizes["L*w*words"] = lanes * w * bit_words(w)
     places, at = {}, HEADER
     for path, size in FIELDS.items():
-        places[path] = (at, sizes[size])
-        at += sizes[size]
+        if outcome or path not in OUTCOME:
+            places[path] = (at, sizes[size])
+            at += sizes[size]
     return places
 
 
-def slot_words(lanes: int, w: int) -> int:
+def slot_words(lanes: int, w: int, outcome: bool = True) -> int:
     """Words of one slot."""
-    begin, size = list(room(lanes, w).values())[-1]
+    begin, size = list(room(lanes, w, outcome).values())[-1]
     return begin + size
 
 
@@ -95,8 +99,9 @@ class Ring:
         self, steps: int, lanes: int, w: int, max_bytes: int = MAX_BYTES, on_device: bool = False
     ) -> None:
         self.lanes, self.w, self.on_device = lanes, w, on_device
-        self.places = room(lanes, w)
-        self.words = slot_words(lanes, w)
+        # what a device decides stays there; the committed tokens come from the host
+        self.places = room(lanes, w, outcome=not on_device)
+        self.words = slot_words(lanes, w, outcome=not on_device)
         more = AHEAD if on_device else 0
         self.steps = max(0, min(steps + more, max_bytes // (self.words * 8)))
         self.block = np.zeros((0 if on_device else self.steps, self.words), np.int64)

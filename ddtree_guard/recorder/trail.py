@@ -13,7 +13,6 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +28,16 @@ IN_DUMP = 512  # trails of a dump, the most recent ones
 
 
 @dataclass(slots=True)
-class _Tail:
-    """The run of one token that a request is in."""
+class _Live:
+    """A request in memory: its trail, and the run of one token that it is in."""
 
+    trail: Trail
     token: int = -1
     length: int = 0
 
 
 class Trails:
-    """Trails by request id, least recently used first. `lost` counts those not written."""
+    """Trails by request id, in the order in which they came. `lost` counts those not written."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Trails:
         self.keep = keep
         self.clock = clock
         self.lost = 0
-        self._live: OrderedDict[str, tuple[Trail, _Tail]] = OrderedDict()
+        self._live: dict[str, _Live] = {}
         self._waiting: list[Trail] = []  # pushed out, to be written by the next sweep
         self._lock = threading.Lock()
         self._began: float | None = None
@@ -65,27 +65,27 @@ class Trails:
 
     def get(self, rid: str) -> Trail | None:
         """The trail of a request that is in memory."""
-        entry = self._live.get(rid)
-        return None if entry is None else entry[0]
+        live = self._live.get(rid)
+        return None if live is None else live.trail
 
-    def _entry(self, rid: str) -> tuple[Trail, _Tail]:
-        entry = self._live.get(rid)
-        if entry is None:
-            if len(self._live) >= self.keep:
-                self._waiting.append(self._live.popitem(last=False)[1][0])
-                self.lost += len(self._waiting) > self.keep
-                del self._waiting[: -self.keep]
-            entry = self._live[rid] = (Trail(rid, first=self.clock()), _Tail())
-        else:
-            self._live.move_to_end(rid)
-        return entry
+    def _entry(self, rid: str) -> _Live:
+        live = self._live.get(rid)
+        return self._new(rid) if live is None else live
+
+    def _new(self, rid: str) -> _Live:
+        if len(self._live) >= self.keep:  # one that goes on begins anew; its parts add up
+            self._waiting.append(self._live.pop(next(iter(self._live))).trail)
+            self.lost += len(self._waiting) > self.keep
+            del self._waiting[: -self.keep]
+        live = self._live[rid] = _Live(Trail(rid, first=self.clock()))
+        return live
 
     def ran(self, rids: Sequence[str], w: int, checked: bool) -> None:
         """A verify step of width w ran for these requests."""
-        now = self.clock()
+        now, known = self.clock(), self._live.get
         with self._lock:
             for rid in rids:
-                trail, _ = self._entry(rid)
+                trail = (known(rid) or self._new(rid)).trail
                 trail.steps += 1
                 trail.checked += checked
                 trail.widths[w] = trail.widths.get(w, 0) + 1
@@ -95,43 +95,46 @@ class Trails:
         """A rule was broken in a step of these requests."""
         with self._lock:
             for rid in rids:
-                rules = self._entry(rid)[0].rules
+                rules = self._entry(rid).trail.rules
                 rules[rule] = rules.get(rule, 0) + 1
 
     def accepted(self, rids: Sequence[str], tokens: Sequence[Sequence[int]]) -> list[int]:
         """A step committed these tokens, per request. Returns the length of the run of one token
         that each request is in.
         """
+        known, runs = self._live.get, []
         with self._lock:
-            return [self._accepted(*each) for each in zip(rids, tokens, strict=False)]
-
-    def _accepted(self, rid: str, tokens: Sequence[int]) -> int:
-        trail, tail = self._entry(rid)
-        count = len(tokens)
-        trail.accept[count] = trail.accept.get(count, 0) + 1
-        for token in tokens:
-            tail.length = tail.length + 1 if token == tail.token else 1
-            tail.token = token
-            trail.run = max(trail.run, tail.length)
-        return tail.length
+            for rid, mine in zip(rids, tokens, strict=False):
+                live = known(rid) or self._new(rid)
+                trail, last, length = live.trail, live.token, live.length
+                count = len(mine)
+                trail.accept[count] = trail.accept.get(count, 0) + 1
+                for token in mine:
+                    length = length + 1 if token == last else 1
+                    last = token
+                    if length > trail.run:
+                        trail.run = length
+                live.token, live.length = last, length
+                runs.append(length)
+        return runs
 
     def taint(self, rid: str) -> None:
         """The request's prefix holds KV of a step with a finding."""
         with self._lock:
-            self._entry(rid)[0].tainted = True
+            self._entry(rid).trail.tainted = True
 
     def recent(self, count: int = IN_DUMP) -> list[dict[str, Any]]:
         """The JSON forms of the requests that were active last, newest first."""
         with self._lock:
-            kept = [trail for trail, _ in self._live.values()]
-            return [trail.as_json() for trail in kept[::-1][:count]]
+            kept = sorted((live.trail for live in self._live.values()), key=lambda t: -t.last)
+            return [trail.as_json() for trail in kept[:count]]
 
     def sweep(self, idle_s: float = IDLE_S) -> list[Trail]:
         """Write and forget the requests that have been idle for `idle_s` seconds. Returns them."""
         limit = self.clock() - idle_s
         with self._lock:
-            idle = [rid for rid, (trail, _) in self._live.items() if trail.last <= limit]
-            gone = self._waiting + [self._live.pop(rid)[0] for rid in idle]
+            idle = [rid for rid, live in self._live.items() if live.trail.last <= limit]
+            gone = self._waiting + [self._live.pop(rid).trail for rid in idle]
             self._waiting = []
         self._write(gone)
         return gone

@@ -147,6 +147,9 @@ def test_the_ring_holds_what_was_launched(
         ring.put(launched)
         (expected,) = ring.snapshot()
         assert _unlike(expected, step) == set()
+        if algorithm != "DFLASH":
+            assert np.array_equal(expected.tree.parents, step.tree.parents)
+            assert np.array_equal(expected.tree.depths, step.tree.depths)
         assert [found for found in Guard().check(step).findings if not found.latent] == []
 
 
@@ -154,7 +157,7 @@ def test_the_ring_holds_what_was_launched(
 EXTRA = tuple(
     f"step.{name}"
     for name in (
-        "tree.sizes", "tree.parents", "mask.capacity", "mask.rids", "slots.capacity", "outcome.",
+        "tree.sizes", "tree.parents", "tree.depths", "mask.capacity", "mask.rids", "slots.capacity", "outcome.",
     )
 )  # fmt: skip
 
@@ -216,7 +219,7 @@ def test_the_ring_stays_within_its_bound(most: int, w: int, steps: int) -> None:
     from ddtree_guard.recorder.ring import MAX_BYTES, Ring
 
     lanes = lanes_for(4, most, w, steps)
-    ring = Ring(steps, lanes, w)
+    ring = Ring(steps, lanes, w, on_device=True)
     assert 4 <= lanes <= most
     assert 0 < ring.nbytes <= MAX_BYTES
     assert ring.steps >= 8 or lanes == 4

