@@ -158,6 +158,8 @@ class DeviceChecker:
             return record.findings
         record.checked = verdict.launches > self._runs
         record.mark = self._runs = verdict.launches
+        if self.tape is not None:
+            self.tape.settled(record)
         return self._words(record, verdict, launch) if verdict.bits else record.findings
 
     def _words(self, record: Record, verdict: Verdict, launch: Launch) -> list[Finding]:
@@ -167,12 +169,14 @@ class DeviceChecker:
             record.step = self.host.read(record.view)  # cold: waits for the device
             self.host.add_outcome(record)
         assert record.step is not None
+        # a later step may have reused the buffers since; then only what the device saw is sure
+        own = sampled or self._last is record
+        if not own and self.tape is not None:
+            record.step = self.tape.as_it_was(record.step) or record.step
         covered = (*launch.verify.rules, *launch.table.rules)
         report = explain(
             verdict, record.step, self.guard.check, covered, full=self.depth is Depth.FULL
         )
-        # a later step may have reused the buffers since; then only what the device saw is sure
-        own = sampled or self._last is record
         found = {f.rule: f for f in record.findings}
         for finding in report.findings:
             if finding.rule == "DG1":

@@ -135,8 +135,8 @@ class Flight:
     def settled(self, record: Record) -> None:
         """SGLang has waited for the step; it is known whether it was checked."""
         self.recorder.ran(record.rids, record.w, record.checked)
-        if self.tape is not None:
-            self.tape.settled(record)
+        if self.tape is not None and not record.kept:
+            self.recorder.drop()
 
     @quietly
     def accepted(self, record: Record, tokens: Sequence[Sequence[int]]) -> None:

@@ -32,7 +32,8 @@ class Record:
 
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
     those of the device when its verdict has arrived. `ticket` belongs to the checker, `note` to the
-    recorder; `mark` is the device's count of launches at this step. `w` is the step's width.
+    recorder, which has `kept` the step. `mark` is the device's count of launches at this step, `w`
+    the step's width.
     """
 
     step_id: int
@@ -47,6 +48,7 @@ class Record:
     mark: int = 0
     ticket: Any = None
     note: Any = None
+    kept: bool = False
     kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = None
 

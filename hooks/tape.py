@@ -18,9 +18,22 @@ from ddtree_guard.hooks.observe import verify_width
 from ddtree_guard.hooks.record import Record
 from ddtree_guard.hooks.view import View
 from ddtree_guard.recorder import Recorder
-from ddtree_guard.recorder.ring import MAX_BYTES, bare, slot_words
+from ddtree_guard.recorder.ring import (
+    BITS,
+    FIELDS,
+    MAX_BYTES,
+    OUTCOME,
+    bare,
+    slot_words,
+    with_bits,
+)
 from ddtree_guard.step import Step
 
+REUSED = (  # what a later step has overwritten and the ring does not hold
+    "layout.kv_indices", "layout.prefix_lens_cpu", "slots.req_to_token", "tree.retrieve_index",
+    "tree.retrieve_next_token", "tree.retrieve_next_sibling",
+)  # fmt: skip
+LATE = "the mask's prefix was read when a later step had begun; its tree columns are this step's"
 LEAST = 8  # steps that the ring must hold; lanes are given up for them
 FRAMES = 512  # kinds of steps remembered
 
@@ -99,12 +112,27 @@ class Tape:
 
     @quietly
     def settled(self, record: Record) -> None:
-        """SGLang has waited for the step. One without a verdict has no slot that is known."""
-        if record.note is None or not record.checked:
-            self.recorder.drop()
-            return
-        frame, kinds = record.note
-        self.recorder.packed(record.mark, frame, kinds, (record.step_id, record.rids))
+        """The step's verdict is there: keep what its slot holds. Without one no slot is known."""
+        if record.note is not None and record.checked:
+            frame, kinds = record.note
+            self.recorder.packed(record.mark, frame, kinds, (record.step_id, record.rids))
+            record.kept = True
+
+    @quietly
+    def as_it_was(self, late: Step) -> Step | None:
+        """A step that was read after its buffers had been reused, with what the device packed of
+        it; None where that is gone. What neither the ring nor the step itself holds is left out.
+        """
+        kept = self.recorder.kept(late.who.step_id)
+        if kept is None:
+            return None
+        changes = {path: kept.get(path) for path in FIELDS if path not in (*OUTCOME, BITS)}
+        changes = {path: value for path, value in changes.items() if value is not None}
+        changes["mask.cells"] = with_bits(late, kept)
+        changes |= dict.fromkeys(REUSED)
+        exempt = {**late.contract.not_checked, **dict.fromkeys(("M1", "M3"), LATE)}
+        named = {path.replace(".", "__"): value for path, value in changes.items()}
+        return late.replace(**named, contract__not_checked=exempt)
 
     def _bind(self, launch: Any, view: View, state: Any) -> Bound:
         buffers, shape = launch.buffers, launch.shape

@@ -148,6 +148,11 @@ class Recorder:
             self.ring.place(mark, base, kinds, who)
             self._remember(who[0])
 
+    def kept(self, step_id: int) -> Step | None:
+        """The step with this id as the ring holds it; None where it does not."""
+        steps = [] if self.ring is None else self.ring.snapshot()
+        return next((step for step in steps if step.who.step_id == step_id), None)
+
     def drop(self) -> None:
         """Count a step that could not be kept."""
         if self.ring is not None:

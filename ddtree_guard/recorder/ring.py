@@ -276,15 +276,36 @@ def tree_bits(step: Step) -> Any:
     """(bs, w, bytes) bits of the tree columns that the kernel reads, or None where they are not
     in this step. A cell outside the mask is 0.
     """
-    layout, cells, w = step.layout, _host(step.mask.cells), step.w
+    cells, places = _host(step.mask.cells), _tree_cells(step)
+    if cells is None or cells.ndim != 1 or not len(cells) or places is None:
+        return None
+    at, inside = places
+    inside = inside & (at < len(cells))
+    read = (cells[np.where(inside, at, 0)] != 0) & inside
+    return np.packbits(read, axis=2, bitorder="little")
+
+
+def with_bits(step: Step, kept: Step) -> Any:
+    """The step's mask cells with the tree columns of `kept`, which holds bits; None without."""
+    cells, bits, places = _host(step.mask.cells), kept.mask.tree_bits, _tree_cells(kept)
+    if cells is None or cells.ndim != 1 or bits is None or places is None:
+        return None
+    at, inside = places
+    inside = inside & (at < len(cells))
+    read = np.unpackbits(bits, axis=2, bitorder="little")[:, :, : kept.w]
+    cells = cells.copy()
+    cells[at[inside]] = read[inside]
+    return cells
+
+
+def _tree_cells(step: Step) -> tuple[Any, Any] | None:
+    """(bs, w, w) places of the tree columns in the mask, and which of them are any; None where the
+    offsets are not in this step.
+    """
+    layout, w = step.layout, step.w
     arrays = [_host(a) for a in (layout.mask_indptr, layout.qo_indptr, layout.prefix_lens)]
-    if (
-        cells is None
-        or cells.ndim != 1
-        or not len(cells)
-        or any(
-            a is None or a.ndim != 1 or len(a) < step.bs or a.dtype.kind not in "iu" for a in arrays
-        )
+    if any(
+        a is None or a.ndim != 1 or len(a) < step.bs or a.dtype.kind not in "iu" for a in arrays
     ):
         return None
     starts, rows, lens = (a.astype(np.int64) for a in arrays)
@@ -293,9 +314,7 @@ def tree_bits(step: Step) -> Any:
     stride = lens[: step.bs] + np.diff(rows)[: step.bs]
     row, column = np.arange(w)[None, :, None], np.arange(w)[None, None, :]
     at = (starts[: step.bs] + lens[: step.bs])[:, None, None] + row * stride[:, None, None] + column
-    inside = (at >= 0) & (at < len(cells)) & (column < np.diff(rows)[: step.bs, None, None])
-    read = (cells[np.where(inside, at, 0)] != 0) & inside
-    return np.packbits(read, axis=2, bitorder="little")
+    return at, (at >= 0) & (column < np.diff(rows)[: step.bs, None, None])
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Any:
