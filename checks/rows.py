@@ -50,7 +50,8 @@ def parent_rows(step: Step) -> Any:
 
 def gather(matrix: Any, rows: Any) -> Any:
     """matrix[i, rows[i, j]], with rows out of range clipped: test those with `inside` first."""
-    return np.take_along_axis(matrix, np.clip(rows, 0, matrix.shape[1] - 1), axis=1)
+    clipped = np.minimum(np.maximum(rows, 0), matrix.shape[1] - 1)
+    return matrix[np.arange(len(matrix))[:, None], clipped]  # faster than take_along_axis
 
 
 def inside(rows: Any, width: int) -> Any:
@@ -81,7 +82,7 @@ def previous_equal(live: Any, *keys: Any) -> Any:
     at = np.flatnonzero(live)
     request, row = np.divmod(at, live.shape[1])
     columns = [request, *(key.reshape(-1)[at] for key in keys)]
-    order = np.lexsort((row, *columns))
+    order = np.lexsort(columns)  # stable: rows stay in order
     same = np.logical_and.reduce([c[order][1:] == c[order][:-1] for c in columns])
     later, earlier = order[1:][same], order[:-1][same]
     found[request[later], row[later]] = row[earlier]

@@ -141,10 +141,11 @@ class _Decoder:
                     f"{path} has the field {name!r}, which this version of ddtree-guard does not "
                     "know; read the dump with the version that its manifest names."
                 )
+        empty, decode = _may_be_absent(kind), self.part if kind is Step else self.value
         values = {
-            name: self.part(value, hints[name], _join(path, name))
-            if kind is Step
-            else self.value(value, hints[name], _join(path, name))
+            name: value
+            if (value is None and name in empty) or type(value) is hints[name]  # most fields
+            else decode(value, hints[name], _join(path, name))
             for name, value in data.items()
         }
         try:
@@ -250,6 +251,11 @@ def _hints(kind: type) -> dict[str, Any]:
     exact = {"Array": np.ndarray | None, "Int": int | None}
     hints = typing.get_type_hints(kind, localns=exact)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+@functools.cache
+def _may_be_absent(kind: type) -> frozenset[str]:
+    return frozenset(name for name, hint in _hints(kind).items() if _optional(hint))
 
 
 def _required(kind: type) -> list[str]:
