@@ -35,7 +35,7 @@ from ddtree_guard.guard import Guard
 FULL = 100  # steps after which the ring is full and a dump is asked for
 PLANT_AT = 240
 START_S = 270.0  # a fresh box compiles for minutes when others share its cores
-RULES = ("W3", "P1", "M2", "K2")
+RULES = ("W3", "P1", "M2", "W1")
 LATENT = ("M5",)  # stock's captured mask lacks the tree columns; no kernel reads beyond its end
 
 

@@ -68,6 +68,8 @@ class Case:
         self.ring.fetch = self.packer.reader()
         self.mark = 0
         self.pack: Pack = self.packer.bind(buffers, bs, w)
+        state = self.checker.state
+        self.empty = bind(empty_kernel, (1, 1), (state,) * 13 + (1,) * 17, 4)
         self.base, self.kinds = bare(self.step), self.pack.kinds(bs)
         self.who = self.step.who.step_id, self.step.who.rids
 
