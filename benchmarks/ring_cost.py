@@ -28,6 +28,7 @@ import triton.language as tl
 
 from ddtree_guard.device.from_step import buffers_of, shape_of
 from ddtree_guard.device.launch import DeviceCheck
+from ddtree_guard.device.operands import bind
 from ddtree_guard.device.pack import PACK_ARGS, Pack, Packer
 from ddtree_guard.recorder.ring import AHEAD, Ring, bare
 from ddtree_guard.recorder.trail import Trails
