@@ -176,9 +176,9 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
         row["finding_dump"] = readers(path)
         row["fault"] = fault(cell, child, path)
         row["good"] = good(row)
-    except Exception:
-        row["error"] = traceback.format_exc()
-        row["log_tail"] = _log(cell)[-3000:]
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(traceback.format_exc(), _log(cell)[-3000:], flush=True)
     finally:
         child.stop()
     return row

@@ -53,6 +53,8 @@ def device_check() -> str:
 
 def ring_cost() -> str:
     """What the flight recorder adds to a checked step."""
+    if not (RESULTS / "ring_cost.json").exists():
+        return "Not measured with this kernel yet."
     found = load("ring_cost")
     rows = [
         [
