@@ -120,6 +120,7 @@ class ShadowMode:
         self.layers: dict[int, str] = {}  # by layer id: why it is not compared
         self.recordings: dict[tuple[int, int], Recording] = {}
         self.compared = 0
+        self.worst = 0.0  # largest error of a step that was clean, over its tolerance
         self.supplies = SUPPLIES if self.every else ()
         self.skipped: Counter[str] = Counter()
         self._expected: set[tuple[int, int]] = set()
@@ -287,6 +288,8 @@ class ShadowMode:
     def _judge(self, record: Record, ticket: Ticket, errors: Errors) -> list[Finding]:
         worst = (errors.dense.max(), errors.chain.max(), errors.decode)
         clean = all(error <= ticket.allowed for error in worst)
+        if clean:
+            self.worst = max(self.worst, float(max(worst)) / ticket.allowed)
         if clean and record.step is None:
             return []
         if record.step is None:
