@@ -84,9 +84,10 @@ def recomputed(dump: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     found: dict[str, Any] = {"dump": Path(dump).name, "exit": done.returncode}
     try:
-        steps = json.loads(done.stdout)["steps"]
-        found |= {"rows": steps[0]["rows"], "wrong": steps[0]["wrong"][:4],
-                  "wrong_rows": len(steps[0]["wrong"]), "max_error": steps[0]["max_error"]}  # fmt: skip
+        step = json.loads(done.stdout)["steps"][0]
+        wrong = step["wrong"]
+        found |= {"rows": step["rows"], "wrong": wrong[:4], "wrong_rows": len(wrong)}
+        found["max_error"] = step["max_error"]
     except (ValueError, KeyError, IndexError):
         found["said"] = (done.stdout + done.stderr)[-300:]
     return found

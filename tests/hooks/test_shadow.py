@@ -1,14 +1,11 @@
-"""Shadow mode on SGLang's real backend: silent on sound rows, loud on wrong ones, never in the way."""
+"""Shadow mode on SGLang's real backend: silent on sound rows, loud on wrong ones, harmless."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from ddtree_guard.config import Capture, Config, Mode, RuleSelection
@@ -68,3 +65,59 @@ def test_sound_rows_are_compared_and_silent(
     assert guard.shadow.compared == 3, guard.shadow.skipped
     assert lines() == []
     assert not guard.fuses.faults
+
+
+@PATHS
+def test_the_incident_alarms_and_names_the_first_wrong_row(
+    start: Start, lines: Callable[[], list[dict[str, str]]], graph: bool
+) -> None:
+    """Stock writes 8 of 17 rows of the first request and reads the second one's mask within it."""
+    server, guard = start(_case(graph), "stock", rules=RuleSelection.parse("D"))
+    if _follows(guard):
+        pytest.skip("this release follows the batch: stock is right")
+    for _ in range(4):
+        server.step()
+    found = {line["rule"]: line for line in lines()}
+    assert {"D1", "D4"} <= set(found)
+    assert guard.shadow.compared == 4
+    assert not guard.fuses.faults
+
+
+def _follows(guard: ServerGuard) -> bool:
+    from ddtree_guard.hooks.facts import facts_of
+
+    return facts_of(type(guard.backends()[0][1])).follows_batch
+
+
+def _plant_next(
+    guard: ServerGuard, monkeypatch: pytest.MonkeyPatch, rule: str, **where: Any
+) -> None:
+    """The fault of `rule` in the live tensors of the next launch, after all checks have read it."""
+    from ddtree_guard.testing.plant import plant
+
+    build = guard.checker.build
+
+    def planted(record: Any, view: Any) -> None:
+        plant(rule, view, **where)
+        monkeypatch.setattr(guard.checker, "build", build)
+        build(record, view)
+
+    monkeypatch.setattr(guard.checker, "build", planted)
+
+
+@PATHS
+def test_a_dump_of_a_finding_can_be_recomputed(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graph: bool
+) -> None:
+    from ddtree_guard.commands.recompute import recompute
+    from ddtree_guard.dump.read import Dump
+
+    server, guard = start(_case(graph), capture=Capture.QKV, redact=False, shadow_every=0)
+    server.step()
+    _plant_next(guard, monkeypatch, "M2")
+    server.step()
+    assert not guard.fuses.faults
+    (path,) = list(tmp_path.rglob("*_M2"))
+    result = recompute(0, Dump(path).step(0))
+    assert result is not None
+    assert {request for request, _ in result.wrong} == {2}
