@@ -102,7 +102,7 @@ def _finding(step: Step, row: int, error: float, what: str, name: str) -> Findin
         equation=f"{name} error of row {row}{place} = {_number(error)}, expected at most "
         f"{allowed:.2g} ({shadow.dtype or 'dtype unknown'}); {_spread(step, name)}",
         expected=f"<={allowed:.2g}",
-        actual=_number(error),
+        actual=f"{_number(error)} in row {row}{place}",
         request=shadow.request,
         row=row,
         cause=cause,

@@ -288,6 +288,8 @@ class ServerGuard:
 
     # --- what is done about it ------------------------------------------------------------------
     def _settle(self, record: Record, tokens_left: bool | None) -> None:
+        for late, bad in self.shadow.late():
+            self._apply(late, bad, tokens_left=True)
         found = self.checker.settle(record) + self.shadow.settle(record)
         record.settled = True
         if record.checked:
@@ -297,8 +299,6 @@ class ServerGuard:
             self._skip(record)
         if found:
             self._apply(record, found, tokens_left)
-        for late, bad in self.shadow.late():
-            self._apply(late, bad, tokens_left=True)
         if self.digests is not None and record.step is not None:
             self._compare_ranks(self.digests.exchange(record.step))
 

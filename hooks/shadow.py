@@ -40,7 +40,8 @@ SITE = "shadow"
 SUPPLIES = (
     "shadow.dense", "shadow.chain", "shadow.decode", "shadow.request", "shadow.tolerance",
 )  # fmt: skip
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
+_WORD = (1 << 64) - 1
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,8 +49,14 @@ Method = Callable[Concatenate["ShadowMode", P], T]
 
 
 def pick(step: int, count: int, salt: int) -> int:
-    """A number below `count` that follows from the step's number: the same on every rank."""
-    return ((step * _MIX[0] + salt * _MIX[1]) % (1 << 64) >> 33) % count
+    """A number below `count` that follows from the step's number: the same on every rank.
+
+    Each salt gives a sequence of its own, so that no layer keeps meeting the same request.
+    """
+    value = (step + salt * _MIX[0]) & _WORD
+    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+        value = ((value ^ value >> shift) * factor) & _WORD
+    return (value ^ value >> 31) % count
 
 
 def safe(default: Any) -> Callable[[Method[P, T]], Method[P, T]]:
@@ -151,7 +158,7 @@ class ShadowMode:
         held = self.recordings.get(key)
         if held is None:
             if capturing:
-                self._skip("captured without a warm-up run", key[1])
+                self._skip("a graph was captured without a warm-up run", f"lanes={key[1]}")
                 return
             held = self.recordings[key] = self._recording(q, layer)
         if held.layer == layer.layer_id and len(held.q) == len(q):
@@ -219,7 +226,7 @@ class ShadowMode:
         self._pending = None
         held = self.recordings.get(_key(now.view.backend, now.view.batch))
         if held is None or not held.recorded:
-            self._skip("its graph records no layer", now.record.step_id)
+            self._skip("its graph records no layer", f"step={now.record.step_id}")
         else:
             self._compare(now, held)
 
@@ -229,7 +236,7 @@ class ShadowMode:
         now, self._pending = self._pending, None
         if now is not None and now.due:
             whys = sorted({why for why in self.layers.values() if why})
-            self._skip("; ".join(whys) or "no layer was seen", now.record.step_id)
+            self._skip("; ".join(whys) or "no layer was seen", f"step={now.record.step_id}")
 
     def _compare(self, now: Pending, held: Recording) -> None:
         pool, taken = now.view.runner.token_to_kv_pool, now.taken
@@ -267,7 +274,7 @@ class ShadowMode:
             return []
         if check.lost(ticket.number):
             record.shadow = None
-            self._skip("its result was overwritten before it was read", record.step_id)
+            self._skip("its result was overwritten before it was read", f"step={record.step_id}")
             return []
         if not check.arrived(ticket.number):
             if record not in self._late:
@@ -331,12 +338,12 @@ class ShadowMode:
         if not self.rows or step.bs == 0 or step.attention.q is not None:
             return None
         if record.rows is None:
-            self._skip("its rows were not kept", record.step_id)
+            self._skip("its rows were not kept", f"step={record.step_id}")
             return None
         gone = frozenset(i for i, req in enumerate(record.reqs) if req.finished())
         found = with_rows(step, record.rows, finding.request, gone)
         if isinstance(found, str):
-            self._skip(f"no rows in the dump: {found}", record.step_id)
+            self._skip(f"no rows in the dump: {found}", f"step={record.step_id}")
             return None
         return found
 
@@ -359,7 +366,8 @@ class ShadowMode:
         whys = sorted({why for why in self.layers.values() if why})
         return (
             f"ddtree_guard shadow every={self.every} capture={'qkv' if self.rows else 'meta'} "
-            f"layers={len(self._fit())}/{len(self.layers)} graph_layers={graphs or 'none'} "
+            f"layers={len(self._fit())}/{len(self.layers) or 'unknown'} "
+            f"graph_layers={graphs or 'none'} "
             f'not_checked="{"; ".join(whys) or "none"}"'
         )
 
@@ -371,9 +379,9 @@ class ShadowMode:
             log.warning("ddtree_guard shadow does not compare layer %d: %s", layer, why)
         self.layers[layer] = why
 
-    def _skip(self, why: str, step: int) -> None:
+    def _skip(self, why: str, where: str) -> None:
         if not self.skipped[why]:
-            log.warning("ddtree_guard shadow step=%d was not compared: %s", step, why)
+            log.warning("ddtree_guard shadow %s not compared: %s", where, why)
         self.skipped[why] += 1
 
 

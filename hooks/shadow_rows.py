@@ -58,7 +58,7 @@ def _unfit_pool(runner: Any, q: Any, k: Any, layer: Any, given: dict[str, Any]) 
     held = runner.token_to_kv_pool.get_key_buffer(layer.layer_id)
     if layer.k_scale is not None or held.dtype is not q.dtype:
         return f"KV cache of {str(held.dtype).removeprefix('torch.')} beside {q.dtype} queries"
-    if held.dim() != 3:
+    if held.dim() != 3 or held.stride(2) != 1:
         return "a KV pool that does not hold (slots, heads, dim)"
     if tolerance(q.dtype, q.device.type) is None:
         return f"no tolerance is stated for {q.dtype}"

@@ -235,14 +235,14 @@ class ShadowCheck:
         found.fill_(self._blank)
         heads, dim = rows.q.shape[1:]
         kv_heads = rows.k.shape[1]
-        group = heads // kv_heads
-        tile = 16
-        shadow_kernel[(kv_heads, triton.cdiv(w * group, tile))](
-            rows.q, rows.output, rows.k, rows.v, rows.slots, rows.loc, rows.parents, rows.length,
-            found, *rows.q.stride()[:2], *rows.output.stride()[:2], *rows.k.stride()[:2],
-            *rows.v.stride()[:2], w, group, dim, self.width, len(rows.slots), rows.scale,
-            M=tile, C=32, D=max(16, triton.next_power_of_2(dim)), num_warps=4,
-        )  # fmt: skip
+        group, tile = heads // kv_heads, 16
+        strides = [n for x in (rows.q, rows.output, rows.k, rows.v) for n in x.stride()[:2]]
+        with np.errstate(all="ignore"):  # where Triton interprets: what overflows is wanted
+            shadow_kernel[(kv_heads, triton.cdiv(w * group, tile))](
+                rows.q, rows.output, rows.k, rows.v, rows.slots, rows.loc, rows.parents,
+                rows.length, found, *strides, w, group, dim, self.width, len(rows.slots),
+                rows.scale, M=tile, C=32, D=max(16, triton.next_power_of_2(dim)), num_warps=4,
+            )  # fmt: skip
         self._host[number % RING].copy_(found, non_blocking=True)
         if self._cuda:
             self._arrived[number % RING].record()
