@@ -231,16 +231,15 @@ class MiniServer:
 
     def _replay_attention(self, inputs: Inputs) -> None:
         """What a replay runs: the same kernels and captured copies, and no Python of a step."""
+        shadow: Any = getattr(self.guard, "shadow", None)
+        pending = getattr(shadow, "_pending", None)
         if not self.layers:
             return
-        shadow = getattr(self.guard, "shadow", None)
-        pending = getattr(shadow, "_pending", None)
-        if pending is not None:
+        if pending is not None:  # as in a capture: no step is known
             shadow._pending = None
         self._attend(inputs, self.static)
-        if shadow is not None:
-            if pending is not None:
-                shadow._pending = pending
+        if pending is not None:
+            shadow._pending = pending
             shadow.ran(self.runner)
 
     def result(self, predict: Any, lens: Any, index: Any) -> Any:
