@@ -1,6 +1,6 @@
 """Shadow mode in real engines: silent on sound ones, loud in the incident, and what it costs.
 
-    python benchmarks/shadow.py [--out FILE] [--seconds 20] [--parallel 4]
+    python benchmarks/shadow.py [--out FILE] [--seconds 20] [--parallel 4] [--only incident]
 
 Engines: DDTREE at budget 16 and NGRAM, eager and with graphs, every 4th step shadowed; the same
 DDTREE on the stock backend (the incident); and engines with `CAPTURE=qkv` whose dumps are
@@ -28,6 +28,8 @@ sys.path.insert(0, str(ROOT))
 from ddtree_guard import render
 
 EVERY = 4
+FOLDER = "/tmp/ddtree-guard-shadow"
+START_S = 270.0
 SIZES = (  # w, query heads, KV heads, committed length
     (17, 32, 8, 512), (17, 32, 8, 4096), (17, 32, 8, 32_768), (65, 32, 8, 4096), (257, 32, 8, 4096),
 )  # fmt: skip
@@ -36,26 +38,21 @@ SIZES = (  # w, query heads, KV heads, committed length
 def cells() -> list[Cell]:
     """Sound engines, the incident, and engines whose dumps hold rows."""
     sound = [
-        Cell(algorithm, graphs, overlap, w=w, shadow=EVERY)
-        for algorithm, w in (("DDTREE", 17), ("NGRAM", 16))
+        Cell(algorithm, graphs, overlap, w=w, shadow=EVERY, folder=FOLDER)
         for graphs, overlap in ((True, True), (False, False))
+        for algorithm, w in (("DDTREE", 17), ("NGRAM", 16))
     ]
-    broken = [
-        Cell("DDTREE", graphs, graphs, w=17, shadow=EVERY, incident=True)
-        for graphs in (True, False)
-    ]
-    kept = [
-        Cell("DDTREE", graphs, False, w=17, shadow=EVERY, capture="qkv", plant="M2@60")
-        for graphs in (True, False)
-    ]
-    return [*sound, *broken, *kept, replace(kept[1], plant="P1@60")]
+    kept = [replace(sound[0], capture="qkv", plant="M2@60"), replace(sound[2], plant="M2@60")]
+    kept[1] = replace(kept[1], capture="qkv")
+    broken = [replace(cell, incident=True, capture="qkv") for cell in (sound[0], sound[2])]
+    return [*sound, *broken, *kept]
 
 
 def measure(cell: Cell, seconds: float) -> dict[str, Any]:
     """Traffic on one engine: what was compared, what was found, what its dumps say."""
     child = Child(cell)
     try:
-        start = child.answer(200)
+        start = child.answer(START_S)
         child.ask(120, do="fixed")
         child.ask(seconds + 90, do="soak", seconds=seconds, seed=len(cell.name))
         time.sleep(1.5)  # the probe writes twice a second
@@ -130,6 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/shadow.json")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--parallel", type=int, default=4)
+    parser.add_argument("--only", default="", help="part of the names of the engines to run")
     options = parser.parse_args(argv)
     result: dict[str, Any] = {"environment": environment(), "rows": [], "cost": [], "failed": {}}
 
@@ -147,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         result["failed"]["cost"] = traceback.format_exc()
     write(options.out, result)
     with ThreadPoolExecutor(options.parallel) as pool:
-        list(pool.map(one, cells()))
+        list(pool.map(one, [c for c in cells() if options.only in c.name]))
     wrong = [row["cell"] for row in result["rows"] if not _right(row)]
     print("WRONG" if wrong else "right", *wrong, *result["failed"])
     return 1 if wrong or result["failed"] else 0
