@@ -28,6 +28,8 @@ import triton.language as tl
 from ddtree_guard.attention.reference import verify_attention
 
 RING = 8  # comparisons whose result may not have been read yet
+TILE = 16  # query vectors of a program
+PROGRAMS = 264  # two for each multiprocessor of an H200
 DENSE, CHAIN, DECODE, HEAD = range(4)  # rows of a result; HEAD holds (s, launches)
 NOT_COMPARED = -1.0  # a padding row, or a row that this launch did not reach
 _TINY = tl.constexpr(1e-30)
@@ -98,49 +100,108 @@ def _judge(
 
 
 @triton.jit
-def shadow_kernel(
-    q_ptr: tl.tensor, o_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, slots_ptr: tl.tensor,
-    loc_ptr: tl.tensor, parents_ptr: tl.tensor, length_ptr: tl.tensor, errors_ptr: tl.tensor,
-    q_row: tl.int32, q_head: tl.int32, o_row: tl.int32, o_head: tl.int32,
+def _gather(
+    base: tl.tensor, slot: tl.tensor, inside: tl.tensor, stride: tl.tensor, pool: tl.tensor,
+    d: tl.tensor, held: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Rows of the pool as float32; zeros for slots that it lacks, which a fault may name."""
+    known = inside & (slot >= 0) & (slot < pool)
+    cells = known[:, None] & held[None, :]
+    rows = tl.load(base + slot.to(tl.int64)[:, None] * stride + d[None, :], mask=cells, other=0.0)
+    return rows.to(tl.float32)
+
+
+@triton.jit
+def _queries(
+    base: tl.tensor, row: tl.tensor, query: tl.tensor, by_row: tl.tensor, by_head: tl.tensor,
+    live: tl.tensor, d: tl.tensor, held: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    place = row.to(tl.int64)[:, None] * by_row + query.to(tl.int64)[:, None] * by_head + d[None, :]
+    return tl.load(base + place, mask=live[:, None] & held[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def prefix_kernel(
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, slots_ptr: tl.tensor,
+    length_ptr: tl.tensor, parts_ptr: tl.tensor, q_row: tl.int32, q_head: tl.int32,
     k_slot: tl.int32, k_head: tl.int32, v_slot: tl.int32, v_head: tl.int32,
-    w: tl.int32, group: tl.int32, dim: tl.int32, stride: tl.int32, room: tl.int32,
+    w: tl.int32, group: tl.int32, dim: tl.int32, room: tl.int32, pool: tl.int32,
     scale: tl.float32, M: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (KV heads, tiles of M query vectors). q and o start at the request's first row."""
-    head = tl.program_id(0).to(tl.int64)
+    """Grid (KV heads, tiles of M query vectors, splits): sums over a split of the prefix."""
+    head, splits = tl.program_id(0), tl.num_programs(2)
     at = tl.program_id(1) * M + tl.arange(0, M)
     row, live = at // group, at < w * group
-    query = head * group + at % group
     d = tl.arange(0, D)
     held = d < dim
-    tile = live[:, None] & held[None, :]
-    wide = row.to(tl.int64)[:, None]
-    q = tl.load(q_ptr + wide * q_row + query[:, None] * q_head + d[None, :], mask=tile, other=0.0)
-    out = tl.load(o_ptr + wide * o_row + query[:, None] * o_head + d[None, :], mask=tile, other=0.0)
-    q, out = q.to(tl.float32), out.to(tl.float32)
-    k_ptr += head * k_head
-    v_ptr += head * v_head
+    q = _queries(q_ptr, row, head * group + at % group, q_row, q_head, live, d, held)
+    k_ptr += head.to(tl.int64) * k_head
+    v_ptr += head.to(tl.int64) * v_head
     s = tl.load(length_ptr).to(tl.int32)
     reach = tl.minimum(tl.maximum(s, 0), room)
+    part = tl.cdiv(tl.cdiv(reach, splits), C) * C
+    begin = tl.program_id(2) * part
+    end = tl.minimum(begin + part, reach)
 
     top = tl.full([M], _LOW, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     size = tl.zeros([M, D], tl.float32)
-    for start in range(0, reach, C):
+    for start in range(begin, end, C):
         column = start + tl.arange(0, C)
-        inside = column < reach
-        slot = tl.load(slots_ptr + column, mask=inside, other=0).to(tl.int64)
-        cells = inside[:, None] & held[None, :]
-        k = tl.load(k_ptr + slot[:, None] * k_slot + d[None, :], mask=cells, other=0.0)
-        v = tl.load(v_ptr + slot[:, None] * v_slot + d[None, :], mask=cells, other=0.0)
-        x = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision="tf32x3") * scale
-        seen = live[:, None] & inside[None, :]
-        top, total, acc, size = _merge(x, seen, v.to(tl.float32), top, total, acc, size)
+        inside = column < end
+        slot = tl.load(slots_ptr + column, mask=inside, other=0)
+        k = _gather(k_ptr, slot, inside, k_slot, pool, d, held)
+        v = _gather(v_ptr, slot, inside, v_slot, pool, d, held)
+        x = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+        top, total, acc, size = _merge(x, live[:, None] & inside[None, :], v, top, total, acc, size)
+    # parts: (KV heads, tiles, splits, M, 2 D + 2)
+    place = (head * tl.num_programs(1) + tl.program_id(1)) * splits + tl.program_id(2)
+    lane = parts_ptr + (place * M + tl.arange(0, M)).to(tl.int64) * (2 * D + 2)
+    tl.store(lane[:, None] + d[None, :], acc)
+    tl.store(lane[:, None] + D + d[None, :], size)
+    tl.store(lane + 2 * D, top)
+    tl.store(lane + 2 * D + 1, total)
+
+
+@triton.jit
+def shadow_kernel(
+    q_ptr: tl.tensor, o_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, loc_ptr: tl.tensor,
+    parents_ptr: tl.tensor, length_ptr: tl.tensor, parts_ptr: tl.tensor, errors_ptr: tl.tensor,
+    q_row: tl.int32, q_head: tl.int32, o_row: tl.int32, o_head: tl.int32,
+    k_slot: tl.int32, k_head: tl.int32, v_slot: tl.int32, v_head: tl.int32,
+    w: tl.int32, group: tl.int32, dim: tl.int32, stride: tl.int32, pool: tl.int32,
+    splits: tl.int32, scale: tl.float32, M: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+) -> None:  # fmt: skip
+    """Grid (KV heads, tiles of M query vectors). q and o start at the request's first row."""
+    head = tl.program_id(0)
+    at = tl.program_id(1) * M + tl.arange(0, M)
+    row, live = at // group, at < w * group
+    query = head * group + at % group
+    d = tl.arange(0, D)
+    held = d < dim
+    q = _queries(q_ptr, row, query, q_row, q_head, live, d, held)
+    out = _queries(o_ptr, row, query, o_row, o_head, live, d, held)
+    k_ptr += head.to(tl.int64) * k_head
+    v_ptr += head.to(tl.int64) * v_head
+
+    top = tl.full([M], _LOW, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    size = tl.zeros([M, D], tl.float32)
+    first = (head * tl.num_programs(1) + tl.program_id(1)) * splits
+    for split in range(splits):
+        lane = parts_ptr + ((first + split) * M + tl.arange(0, M)).to(tl.int64) * (2 * D + 2)
+        high = tl.load(lane + 2 * D)
+        best = tl.maximum(top, high)
+        old, new = tl.exp(top - best), tl.exp(high - best)
+        total = total * old + tl.load(lane + 2 * D + 1) * new
+        acc = acc * old[:, None] + tl.load(lane[:, None] + d[None, :]) * new[:, None]
+        size = size * old[:, None] + tl.load(lane[:, None] + D + d[None, :]) * new[:, None]
+        top = best
 
     above = tl.load(parents_ptr + row, mask=live, other=-1).to(tl.int32)
     compared = live & ((row == 0) | (above >= 0))  # a node without a parent is padding
-    base = errors_ptr
 
     # chain: up from the node to the root, one key at a time. At most w steps: a cycle must end.
     top1, total1, acc1, size1 = top, total, acc, size
@@ -148,40 +209,39 @@ def shadow_kernel(
     steps = 0
     while (tl.max(node, axis=0) >= 0) & (steps < w):
         here = node >= 0
-        slot = tl.load(loc_ptr + node, mask=here, other=0).to(tl.int64)
-        cells = here[:, None] & held[None, :]
-        k = tl.load(k_ptr + slot[:, None] * k_slot + d[None, :], mask=cells, other=0.0)
-        v = tl.load(v_ptr + slot[:, None] * v_slot + d[None, :], mask=cells, other=0.0)
-        x = tl.sum(q * k.to(tl.float32), axis=1) * scale
-        top1, total1, acc1, size1 = _merge_one(x, here, v.to(tl.float32), top1, total1, acc1, size1)
+        slot = tl.load(loc_ptr + node, mask=here, other=0)
+        k = _gather(k_ptr, slot, here, k_slot, pool, d, held)
+        v = _gather(v_ptr, slot, here, v_slot, pool, d, held)
+        x = tl.sum(q * k, axis=1) * scale
+        top1, total1, acc1, size1 = _merge_one(x, here, v, top1, total1, acc1, size1)
         if steps == 0:  # so far the row has seen the prefix and itself: the root's plain decoding
-            _judge(out, total1, acc1, size1, held, base + 2 * stride, row, live & (row == 0))
+            root = live & (row == 0)
+            _judge(out, total1, acc1, size1, held, errors_ptr + 2 * stride, row, root)
         node = tl.load(parents_ptr + node, mask=here, other=-1).to(tl.int32)
         node = tl.where(here & (node < w), node, -1)
         steps += 1
-    _judge(out, total1, acc1, size1, held, base + stride, row, compared)
+    _judge(out, total1, acc1, size1, held, errors_ptr + stride, row, compared)
 
     # dense: all w columns, by the visibility matrix
     for start in range(0, w, C):
         column = start + tl.arange(0, C)
         inside = column < w
-        slot = tl.load(loc_ptr + column, mask=inside, other=0).to(tl.int64)
-        cells = inside[:, None] & held[None, :]
-        k = tl.load(k_ptr + slot[:, None] * k_slot + d[None, :], mask=cells, other=0.0)
-        v = tl.load(v_ptr + slot[:, None] * v_slot + d[None, :], mask=cells, other=0.0)
+        slot = tl.load(loc_ptr + column, mask=inside, other=0)
+        k = _gather(k_ptr, slot, inside, k_slot, pool, d, held)
+        v = _gather(v_ptr, slot, inside, v_slot, pool, d, held)
         seen = (row[:, None] == column[None, :]) & live[:, None]
-        node = tl.load(parents_ptr + row, mask=live, other=-1).to(tl.int32)
+        node = above
         steps = 0
         while (tl.max(node, axis=0) >= 0) & (steps < w):
             seen = seen | ((node[:, None] == column[None, :]) & live[:, None])
             node = tl.load(parents_ptr + node, mask=(node >= 0) & (node < w), other=-1)
             node = node.to(tl.int32)
             steps += 1
-        x = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision="tf32x3") * scale
-        top, total, acc, size = _merge(x, seen, v.to(tl.float32), top, total, acc, size)
-    _judge(out, total, acc, size, held, base, row, compared)
+        x = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+        top, total, acc, size = _merge(x, seen, v, top, total, acc, size)
+    _judge(out, total, acc, size, held, errors_ptr, row, compared)
     if (head == 0) & (tl.program_id(1) == 0):
-        tl.store(errors_ptr + 3 * stride, s)
+        tl.store(errors_ptr + 3 * stride, tl.load(length_ptr).to(tl.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +278,7 @@ class ShadowCheck:
     """Launches comparisons on one device and reads their results without waiting."""
 
     def __init__(self, device: str | torch.device, width: int) -> None:
-        """`width` is the largest w. Everything that a comparison needs is allocated here."""
+        """`width` is the largest w. What depends on the model is allocated at the first launch."""
         self.device, self.width = torch.device(device), width
         self._cuda = self.device.type == "cuda"
         shape = (RING, HEAD + 1, width)
@@ -226,6 +286,7 @@ class ShadowCheck:
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=self._cuda)
         self._arrived = [torch.cuda.Event() for _ in range(RING)] if self._cuda else []
         self._blank = int(np.float32(NOT_COMPARED).view(np.int32))
+        self._parts: Any = None
         self.launched = 0
 
     def launch(self, rows: Rows) -> int:
@@ -234,20 +295,37 @@ class ShadowCheck:
         found = self._found[number % RING]
         found.fill_(self._blank)
         heads, dim = rows.q.shape[1:]
-        kv_heads = rows.k.shape[1]
-        group, tile = heads // kv_heads, 16
-        strides = [n for x in (rows.q, rows.output, rows.k, rows.v) for n in x.stride()[:2]]
+        pool, kv_heads = rows.k.shape[:2]
+        group = heads // kv_heads
+        meta = {"M": TILE, "C": 32, "D": max(16, triton.next_power_of_2(dim)), "num_warps": 4}
+        tiles = triton.cdiv(w * group, TILE)
+        parts, splits = self._room(kv_heads * tiles, meta["D"])
+        q, o, k, v = (x.stride()[:2] for x in (rows.q, rows.output, rows.k, rows.v))
         with np.errstate(all="ignore"):  # where Triton interprets: what overflows is wanted
-            shadow_kernel[(kv_heads, triton.cdiv(w * group, tile))](
-                rows.q, rows.output, rows.k, rows.v, rows.slots, rows.loc, rows.parents,
-                rows.length, found, *strides, w, group, dim, self.width, len(rows.slots),
-                rows.scale, M=tile, C=32, D=max(16, triton.next_power_of_2(dim)), num_warps=4,
+            prefix_kernel[(kv_heads, tiles, splits)](
+                rows.q, rows.k, rows.v, rows.slots, rows.length, parts, *q, *k, *v, w, group, dim,
+                len(rows.slots), pool, rows.scale, **meta,
+            )  # fmt: skip
+            shadow_kernel[(kv_heads, tiles)](
+                rows.q, rows.output, rows.k, rows.v, rows.loc, rows.parents, rows.length, parts,
+                found, *q, *o, *k, *v, w, group, dim, self.width, pool, splits, rows.scale, **meta,
             )  # fmt: skip
         self._host[number % RING].copy_(found, non_blocking=True)
         if self._cuda:
             self._arrived[number % RING].record()
         self.launched += 1
         return number
+
+    def _room(self, programs: int, dim: int) -> tuple[Any, int]:
+        """Where the sums over parts of the prefix go, and how many parts there are: enough to
+        fill the device. Mostly below 5 MB.
+        """
+        splits = min(16, max(1, PROGRAMS // programs)) if self._cuda else 2
+        need = programs * splits * TILE * (2 * dim + 2)
+        if self._parts is None or len(self._parts) < need:
+            with torch.inference_mode(False):
+                self._parts = torch.empty(need, dtype=torch.float32, device=self.device)
+        return self._parts, splits
 
     def arrived(self, number: int) -> bool:
         """Whether a comparison's result is on the host."""

@@ -112,3 +112,10 @@ def test_the_self_test_passes_and_sees_a_comparison_that_is_blind(
 
     monkeypatch.setattr(ShadowCheck, "launch", blind)
     assert "was not seen" in shadow.self_test("cpu")
+
+
+def test_slots_that_the_pool_does_not_have_are_not_read() -> None:
+    rows = _rows(8, 12, 2, 1, 16, torch.float32)
+    rows.slots[3], rows.slots[4], rows.loc[2] = -7, 1 << 30, 1 << 40
+    found = _errors(rows)
+    assert 0 < found.dense.max() < float("inf")
