@@ -16,6 +16,7 @@ GAUGES = {
 COUNTERS = {
     "steps_checked_total": "Verify steps that were checked",
     "verify_steps_total": "Verify steps that ran",
+    "shadow_steps_total": "Verify steps of which one request's attention was computed again",
     "violations_total": "Findings, by rule and scope",
     "dumps_total": "Dumps written",
     "ring_dropped_total": "Steps that the flight recorder dropped",

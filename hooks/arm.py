@@ -94,7 +94,7 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
             guard.remove()
         _report(config, guard, why)
         if not why:
-            guard.shadow.start()
+            guard.shadow.start(guard.backends())
             _judge(guard)
             atexit.register(guard.journal.flush)
     except (Violation, IncompatibleError):

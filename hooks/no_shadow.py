@@ -49,7 +49,7 @@ class ShadowSites(Protocol):
     def attach(self, record: Record, step: Step, finding: Finding) -> Step:
         """The step with the rows that were kept of it."""
 
-    def start(self) -> None:
+    def start(self, backends: list[tuple[Any, Any]]) -> None:
         """The server is built: test the comparison, and say what is compared."""
 
 
@@ -92,7 +92,7 @@ class NoShadow:
         """No rows are kept."""
         return step
 
-    def start(self) -> None:
+    def start(self, backends: list[tuple[Any, Any]]) -> None:
         """Nothing to say."""
 
 

@@ -290,7 +290,9 @@ class ServerGuard:
     def _settle(self, record: Record, tokens_left: bool | None) -> None:
         for late, bad in self.shadow.late():
             self._apply(late, bad, tokens_left=True)
+        known = self.shadow.compared
         found = self.checker.settle(record) + self.shadow.settle(record)
+        self.metrics.add("shadow_steps_total", self.shadow.compared - known)
         record.settled = True
         if record.checked:
             self.coverage.steps_checked += 1

@@ -23,6 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 import torch
 
+from ddtree_guard.attention.backend import tree_width
 from ddtree_guard.attention.shadow import Errors, Rows, ShadowCheck, self_test, tolerance
 from ddtree_guard.config import Capture, Config
 from ddtree_guard.hooks.adapters import adapter_for
@@ -225,7 +226,8 @@ class ShadowMode:
             return
         self._pending = None
         held = self.recordings.get(_key(now.view.backend, now.view.batch))
-        if held is None or not held.recorded:
+        rows = len(now.view.batch.req_pool_indices) * now.taken.w
+        if held is None or not held.recorded or len(held.q) != rows:
             self._skip("its graph records no layer", f"step={now.record.step_id}")
         else:
             self._compare(now, held)
@@ -277,7 +279,7 @@ class ShadowMode:
             self._skip("its result was overwritten before it was read", f"step={record.step_id}")
             return []
         if not check.arrived(ticket.number):
-            if record not in self._late:
+            if all(other is not record for other in self._late):
                 self._late.append(record)
             return []
         record.shadow = None
@@ -349,15 +351,30 @@ class ShadowMode:
 
     # --- words ----------------------------------------------------------------------------------
     @safe(None)
-    def start(self) -> None:
-        """Test the comparison on the device that serves, and say what is compared."""
-        device = next((held.q.device for held in self.recordings.values()), None)
-        why = self_test(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    def start(self, backends: list[tuple[Any, Any]]) -> None:
+        """Test the comparison where it will run, compile it for this model, say what is compared.
+
+        `backends` are (runner, backend) of all that were built.
+        """
+        targets = [pair for pair in backends if not pair[0].is_draft_worker]
+        if not targets:
+            return
+        runner, backend = targets[-1]
+        table = runner.req_to_token_pool.req_to_token
+        why = self_test(table.device)
         if why:
             self.every, self.rows, self.supplies = 0, False, ()
             log.error("ddtree_guard shadow is off: %s; the other rules are not affected", why)
             return
         log.warning("%s", self.line())
+        w = tree_width(runner) or int(runner.server_args.speculative_num_draft_tokens or 1)
+        pool = runner.token_to_kv_pool
+        k, v = (get(pool.start_layer) for get in (pool.get_key_buffer, pool.get_value_buffer))
+        if k.dim() == 3 and tolerance(k.dtype, k.device.type) is not None:
+            none = Snapshots.fresh(1, w, table)  # length 0: nothing of the pool but slot 0 is read
+            q = torch.zeros((w, backend.num_head, k.shape[2]), dtype=k.dtype, device=k.device)
+            rows = none.slots[0], none.loc[0], none.parents[0], none.lens
+            self._checks(k.device, w).launch(Rows(q, q, k, v, *rows, 1.0))
 
     def line(self) -> str:
         """What is compared, in one line: which layers, in which graphs, and which not and why."""

@@ -101,7 +101,7 @@ class Snapshots:
         )
         first, count = (0, view.bs) if request is None else (request, 1)
         table = view.runner.req_to_token_pool.req_to_token
-        taken = self._fresh(count, w, table) if request is None else self._reused(w, table)
+        taken = self.fresh(count, w, table) if request is None else self._reused(w, table)
         batch, live = view.batch, slice(first, first + count)
         torch.index_select(table, 0, batch.req_pool_indices[live], out=taken.slots)
         taken.loc.copy_(batch.out_cache_loc[first * w : (first + count) * w].view(count, w))
@@ -113,11 +113,12 @@ class Snapshots:
         self._next = (self._next + 1) % self.DEPTH
         key = (w, self._next)
         if key not in self._held:
-            self._held[key] = self._fresh(1, w, table)
+            self._held[key] = self.fresh(1, w, table)
         return self._held[key]
 
     @staticmethod
-    def _fresh(count: int, w: int, table: Any) -> Taken:
+    def fresh(count: int, w: int, table: Any) -> Taken:
+        """Room for `count` requests of w rows: no prefix, slot 0, chains."""
         device = table.device
         with torch.inference_mode(False):  # they are written outside of inference mode as well
             return Taken(

@@ -120,7 +120,12 @@ def _queries(
     return tl.load(base + place, mask=live[:, None] & held[None, :], other=0.0).to(tl.float32)
 
 
-@triton.jit
+# What changes from step to step must not bring a new compilation while tokens wait.
+_LIVE = ["w", "group", "room", "pool", "splits", "stride"]
+_SMALL = ["slots_ptr", "loc_ptr", "parents_ptr", "length_ptr", "errors_ptr"]
+
+
+@triton.jit(do_not_specialize=_LIVE, do_not_specialize_on_alignment=_SMALL)
 def prefix_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, slots_ptr: tl.tensor,
     length_ptr: tl.tensor, parts_ptr: tl.tensor, q_row: tl.int32, q_head: tl.int32,
@@ -164,7 +169,7 @@ def prefix_kernel(
     tl.store(lane + 2 * D + 1, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LIVE, do_not_specialize_on_alignment=_SMALL)
 def shadow_kernel(
     q_ptr: tl.tensor, o_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, loc_ptr: tl.tensor,
     parents_ptr: tl.tensor, length_ptr: tl.tensor, parts_ptr: tl.tensor, errors_ptr: tl.tensor,
