@@ -130,6 +130,7 @@ class MiniServer:
                     lanes, lanes * self.case.w, batch.req_pool_indices, batch.seq_lens, None,
                     batch.forward_mode, batch.spec_info,
                 )  # fmt: skip
+                self._attend(inputs, batch)
                 return
             self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
             self.backend.init_forward_metadata_in_graph(batch)
