@@ -159,7 +159,7 @@ class ShadowMode:
         held = self.recordings.get(key)
         if held is None:
             if capturing:
-                self._skip("a graph was captured without a warm-up run", f"lanes={key[1]}")
+                self._skip("a graph was captured without a warm-up run", 0)
                 return
             held = self.recordings[key] = self._recording(q, layer)
         if held.layer == layer.layer_id and len(held.q) == len(q):
@@ -228,7 +228,7 @@ class ShadowMode:
         held = self.recordings.get(_key(now.view.backend, now.view.batch))
         rows = len(now.view.batch.req_pool_indices) * now.taken.w
         if held is None or not held.recorded or len(held.q) != rows:
-            self._skip("its graph records no layer", f"step={now.record.step_id}")
+            self._skip("its graph records no layer", now.record.step_id)
         else:
             self._compare(now, held)
 
@@ -238,7 +238,7 @@ class ShadowMode:
         now, self._pending = self._pending, None
         if now is not None and now.due:
             whys = sorted({why for why in self.layers.values() if why})
-            self._skip("; ".join(whys) or "no layer was seen", f"step={now.record.step_id}")
+            self._skip("; ".join(whys) or "no layer was seen", now.record.step_id)
 
     def _compare(self, now: Pending, held: Recording) -> None:
         pool, taken = now.view.runner.token_to_kv_pool, now.taken
@@ -276,7 +276,7 @@ class ShadowMode:
             return []
         if check.lost(ticket.number):
             record.shadow = None
-            self._skip("its result was overwritten before it was read", f"step={record.step_id}")
+            self._skip("its result was overwritten before it was read", record.step_id)
             return []
         if not check.arrived(ticket.number):
             if all(other is not record for other in self._late):
@@ -340,12 +340,12 @@ class ShadowMode:
         if not self.rows or step.bs == 0 or step.attention.q is not None:
             return None
         if record.rows is None:
-            self._skip("its rows were not kept", f"step={record.step_id}")
+            self._skip("its rows were not kept", record.step_id)
             return None
         gone = frozenset(i for i, req in enumerate(record.reqs) if req.finished())
         found = with_rows(step, record.rows, finding.request, gone)
         if isinstance(found, str):
-            self._skip(f"no rows in the dump: {found}", f"step={record.step_id}")
+            self._skip(f"no rows in the dump: {found}", record.step_id)
             return None
         return found
 
@@ -396,9 +396,9 @@ class ShadowMode:
             log.warning("ddtree_guard shadow does not compare layer %d: %s", layer, why)
         self.layers[layer] = why
 
-    def _skip(self, why: str, where: str) -> None:
+    def _skip(self, why: str, step: int) -> None:
         if not self.skipped[why]:
-            log.warning("ddtree_guard shadow %s not compared: %s", where, why)
+            log.warning("ddtree_guard shadow step=%d not compared: %s", step, why)
         self.skipped[why] += 1
 
 
