@@ -46,8 +46,8 @@ class ShadowSites(Protocol):
     def late(self) -> list[tuple[Record, list[Finding]]]:
         """Findings of earlier steps that have arrived since."""
 
-    def attach(self, record: Record, step: Step, finding: Finding) -> Step:
-        """The step with the rows that were kept of it."""
+    def evidence(self, record: Record, step: Step, finding: Finding) -> list[Step]:
+        """The steps that a finding's dump holds: its own first, with the rows that were kept."""
 
     def start(self, backends: list[tuple[Any, Any]]) -> None:
         """The server is built: test the comparison, and say what is compared."""
@@ -88,9 +88,9 @@ class NoShadow:
         """There is no comparison."""
         return []
 
-    def attach(self, record: Record, step: Step, finding: Finding) -> Step:
+    def evidence(self, record: Record, step: Step, finding: Finding) -> list[Step]:
         """No rows are kept."""
-        return step
+        return [step]
 
     def start(self, backends: list[tuple[Any, Any]]) -> None:
         """Nothing to say."""

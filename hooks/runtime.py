@@ -343,8 +343,8 @@ class ServerGuard:
         self.metrics.finding(finding)
         dump = None
         if self.journal.is_new(finding.rule):
-            step = self.shadow.attach(record, step, finding)
-            dump = self.writer.save([step], [(0, finding)])
+            steps = self.shadow.evidence(record, step, finding)
+            dump = self.writer.save(steps, [(0, finding)])
             self.metrics.add("dumps_total" if dump else "dumps_failed_total")
         if not finding.latent or self.journal.is_new(finding.rule):
             self.journal.write(finding, step, dump)

@@ -31,7 +31,7 @@ from ddtree_guard.hooks.contracts import contract_of
 from ddtree_guard.hooks.facts import facts_of, release
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.record import Record
-from ddtree_guard.hooks.shadow_rows import Held, Snapshots, Taken, heads_of, unfit, with_rows
+from ddtree_guard.hooks.shadow_rows import Held, Snapshots, Taken, heads_of, kept_rows, unfit
 from ddtree_guard.hooks.view import View
 from ddtree_guard.rule import Finding, Rule
 from ddtree_guard.step import Shadow, Step, Who, Widths
@@ -153,8 +153,6 @@ class ShadowMode:
     def _record(self, backend: Any, q: Any, out: Any, layer: Any, batch: Any) -> None:
         """In a warm-up run and in the capture itself: copy this size's layer."""
         key = _key(backend, batch)
-        if key not in self._expected:
-            return
         capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
         held = self.recordings.get(key)
         if held is None:
@@ -165,7 +163,7 @@ class ShadowMode:
         if held.layer == layer.layer_id and len(held.q) == len(q):
             held.q.copy_(heads_of(q, layer))
             held.output.copy_(heads_of(out, layer))
-            held.recorded = True
+            held.recorded = capturing or not q.is_cuda
 
     def _recording(self, q: Any, layer: Any) -> Recording:
         """Buffers for a size: the beginning of the largest ones, since graphs run one by one."""
@@ -198,25 +196,25 @@ class ShadowMode:
         self, backend: Any, q: Any, k: Any, layer: Any, batch: Any, out: Any, given: dict[str, Any]
     ) -> None:
         """A layer's attention was launched: eager, in a warm-up run, or inside a capture."""
-        runner = self.target(backend)
+        now, known = self._pending, layer.layer_id in self.layers
+        wanted = now is not None and now.view.path == "eager"
+        if wanted and now is not None and known:
+            wanted = now.layer in (None, layer.layer_id)
+        elif now is None:
+            wanted = _key(backend, batch) in self._expected
+        runner = self.target(backend) if wanted or not known else None
         if runner is None:
             return
         why = unfit(runner, backend, q, k, layer, given)
-        if self.layers.get(layer.layer_id) != why:
-            self._learn(layer.layer_id, why)
-        if why:
+        self._learn(layer.layer_id, why)
+        if why or not wanted:
             return
-        now = self._pending
         if now is None:
-            if self._expected:
-                self._record(backend, q, out, layer, batch)
-            return
-        if now.view.path == "eager" and now.layer in (None, layer.layer_id):
+            self._record(backend, q, out, layer, batch)
+        elif now.layer in (None, layer.layer_id):
             self._pending = None
-            held = Recording(
-                layer.layer_id, float(layer.scaling), heads_of(q, layer), heads_of(out, layer)
-            )
-            self._compare(now, held)
+            rows = heads_of(q, layer), heads_of(out, layer)
+            self._compare(now, Recording(layer.layer_id, float(layer.scaling), *rows))
 
     @safe(None)
     def ran(self, runner: Any) -> None:
@@ -302,7 +300,7 @@ class ShadowMode:
         if clean and record.step is None:
             return []
         if record.step is None:
-            record.step = self._step_of(record, ticket)
+            record.step = self._step_of(record, ticket.w)
         record.step = record.step.replace(shadow=_as_part(ticket, errors))
         if clean:
             return []
@@ -312,42 +310,36 @@ class ShadowMode:
         ]
         return [finding for finding in found if finding is not None]
 
-    def _step_of(self, record: Record, ticket: Ticket) -> Step:
+    def _step_of(self, record: Record, w: int) -> Step:
         """The whole step while nothing has reused its buffers, else the bare facts."""
         view = record.view
         assert view is not None
         if self._newest is record:
             return adapter_for(type(view.backend)).read_step(view)
-        algorithm = str(view.runner.server_args.speculative_algorithm or "")
-        who = Who(
-            rids=view.rids, step_id=view.step_id, rank=view.rank, algorithm=algorithm,
-            release=release(), path=view.path,
-        )  # fmt: skip
-        return Step(
-            bs=view.bs,
-            padded_bs=len(view.batch.req_pool_indices),
-            widths=Widths(w=ticket.w, state=view.state),
-            who=who,
-            contract=contract_of(algorithm, facts_of(type(view.backend)), view.path),
-        )
+        return _bare(view, w)
 
-    def attach(self, record: Record, step: Step, finding: Finding) -> Step:
-        """The step with the attention rows that were kept of it (capture `qkv`). May wait."""
-        return self._attach(record, step, finding) or step
+    def evidence(self, record: Record, step: Step, finding: Finding) -> list[Step]:
+        """What the dump of a finding holds: the step, with its attention rows where they were kept
+        (capture `qkv`). Where the step was read after a later one had reused its buffers, the rows
+        follow as a step of their own. May wait.
+        """
+        return self._evidence(record, step, finding) or [step]
 
     @safe(None)
-    def _attach(self, record: Record, step: Step, finding: Finding) -> Step | None:
-        if not self.rows or step.bs == 0 or step.attention.q is not None:
+    def _evidence(self, record: Record, step: Step, finding: Finding) -> list[Step] | None:
+        if not self.rows or record.view is None or step.attention.q is not None:
             return None
         if record.rows is None:
             self._skip("its rows were not kept", record.step_id)
             return None
         gone = frozenset(i for i, req in enumerate(record.reqs) if req.finished())
-        found = with_rows(step, record.rows, finding.request, gone)
+        found = kept_rows(record.rows, finding.request, gone)
         if isinstance(found, str):
             self._skip(f"no rows in the dump: {found}", record.step_id)
             return None
-        return found
+        if found.fits(step):
+            return [found.put(step)]
+        return [step, found.put(_bare(record.view, record.rows.taken.w))]
 
     # --- words ----------------------------------------------------------------------------------
     @safe(None)
@@ -384,9 +376,14 @@ class ShadowMode:
         return (
             f"ddtree_guard shadow every={self.every} capture={'qkv' if self.rows else 'meta'} "
             f"layers={len(self._fit())}/{len(self.layers) or 'unknown'} "
-            f"graph_layers={graphs or 'none'} "
+            f"graph_layers={graphs or 'none'} buffers={self._bytes() >> 20}MiB "
             f'not_checked="{"; ".join(whys) or "none"}"'
         )
+
+    def _bytes(self) -> int:
+        """Device memory of the recordings."""
+        parts = [part for held in self._buffers.values() for part in held]
+        return sum(part.numel() * part.element_size() for part in parts)
 
     def _fit(self) -> list[int]:
         return sorted(layer for layer, why in self.layers.items() if not why)
@@ -404,6 +401,22 @@ class ShadowMode:
 
 def _key(backend: Any, batch: Any) -> tuple[int, int]:
     return id(backend), len(batch.req_pool_indices)
+
+
+def _bare(view: View, w: int) -> Step:
+    """A step of which only the host's knowledge is left."""
+    algorithm = str(view.runner.server_args.speculative_algorithm or "")
+    who = Who(
+        rids=view.rids, step_id=view.step_id, rank=view.rank, algorithm=algorithm,
+        release=release(), path=view.path,
+    )  # fmt: skip
+    return Step(
+        bs=view.bs,
+        padded_bs=len(view.batch.req_pool_indices),
+        widths=Widths(w=w, state=view.state),
+        who=who,
+        contract=contract_of(algorithm, facts_of(type(view.backend)), view.path),
+    )
 
 
 def _as_part(ticket: Ticket, errors: Errors) -> Shadow:

@@ -7,6 +7,7 @@ while this one runs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,20 @@ MAX_ROWS = 32 << 20  # bytes of captured keys and values in a dump, before only 
 MAX_ONE = 256 << 20
 
 
+@functools.cache
+def _is_triton(backend_class: type) -> bool:
+    try:
+        facts_of(backend_class)
+    except (IncompatibleError, AttributeError):
+        return False
+    return True
+
+
 def unfit(runner: Any, backend: Any, q: Any, k: Any, layer: Any, given: dict[str, Any]) -> str:
     """Why the rows of this layer cannot be compared; empty if they can. Reads no device memory."""
-    try:
-        facts_of(type(backend))
-    except IncompatibleError:
-        return f"{type(backend).__name__} is not a Triton backend that is known here"
+    made: Any = type(backend)
+    if not _is_triton(made):
+        return f"{made.__name__} is not a Triton backend that is known here"
     more = [name for name in ("sinks", "score_mod", "aux_tensors") if given.get(name) is not None]
     if more:
         return f"the layer uses {more[0]}"
@@ -172,44 +181,51 @@ class Held:
     pools: tuple[Any, Any]
 
 
-def with_rows(step: Step, held: Held, wanted: int | None, gone: frozenset[int]) -> Step | str:
-    """The step with its attention rows; or why it cannot have them. Waits for the device.
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Rows on the host, with the lengths (bs) and parents (bs, w) that they belong to."""
+
+    attention: Attention
+    lens: Any
+    parents: Any
+
+    def fits(self, step: Step) -> bool:
+        """Whether a Step, which may have been read late, is of the same step."""
+        held, tree = step.layout.prefix_lens, step.tree.parents
+        if held is not None and not np.array_equal(held[: step.bs], self.lens):
+            return False
+        return tree is None or np.array_equal(np.maximum(tree, -1), np.maximum(self.parents, -1))
+
+    def put(self, step: Step) -> Step:
+        """The step with the rows, and with lengths and parents where it has none."""
+        changes: dict[str, Any] = {"attention": self.attention}
+        if step.layout.prefix_lens is None:
+            whole = np.ones(step.padded_bs, np.int64)
+            whole[: step.bs] = self.lens
+            changes["layout__prefix_lens"] = whole
+        if step.tree.parents is None and not step.contract.chain:
+            changes["tree__parents"] = self.parents
+        return step.replace(**changes)
+
+
+def kept_rows(held: Held, wanted: int | None, gone: frozenset[int]) -> Kept | str:
+    """The rows that were held; or why they cannot be had. Waits for the device.
 
     All requests where they fit, else the one that is `wanted`. `gone` are requests that have
     ended: their prefix may be somebody else's by now.
     """
     taken = held.taken
     lens = taken.lens.cpu().numpy()
-    parents = taken.parents.cpu().numpy().astype(np.int64)
-    other = _another(step, lens, parents)
-    if other:
-        return other
     cell = 2 * held.k.shape[1] * held.k.shape[2] * 4
-    some = [i for i in range(step.bs) if i not in gone]
-    if sum(int(lens[i]) + step.w for i in some) * cell > MAX_ROWS and wanted in some:
-        some = [i for i in some if i == wanted]
+    some = [i for i in range(len(lens)) if i not in gone]
+    if sum(int(lens[i]) + taken.w for i in some) * cell > MAX_ROWS:
+        some = [i for i in some if i == wanted] or some[:1]
     if not some:
         return "the requests of the step have ended, and their slots may be in use again"
-    if sum(int(lens[i]) + step.w for i in some) * cell > MAX_ONE:
+    if sum(int(lens[i]) + taken.w for i in some) * cell > MAX_ONE:
         return f"{sum(int(lens[i]) for i in some)} prefix rows are too many for a dump"
-    filled = step.replace(attention=_rows(held, some, lens))
-    if step.layout.prefix_lens is None:
-        whole = np.ones(step.padded_bs, np.int64)
-        whole[: step.bs] = lens
-        filled = filled.replace(layout__prefix_lens=whole)
-    if step.tree.parents is None and not step.contract.chain:
-        filled = filled.replace(tree__parents=parents)
-    return filled
-
-
-def _another(step: Step, lens: Any, parents: Any) -> str:
-    """A Step that was read late may hold a later step's buffers; then its rows are not these."""
-    held, tree = step.layout.prefix_lens, step.tree.parents
-    if held is not None and not np.array_equal(held[: step.bs], lens):
-        return "the step was read after a later one had reused its buffers"
-    if tree is not None and not np.array_equal(np.maximum(tree, -1), np.maximum(parents, -1)):
-        return "the tree was read after a later step had reused its buffers"
-    return ""
+    parents = taken.parents.cpu().numpy().astype(np.int64)
+    return Kept(_rows(held, some, lens), lens, parents)
 
 
 def _rows(held: Held, some: list[int], lens: Any) -> Attention:

@@ -190,6 +190,35 @@ def test_a_dump_of_a_finding_can_be_recomputed(
     assert {request for request, _ in result.wrong} == {2}
 
 
+def test_rows_of_a_step_that_was_read_late_follow_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The step holds a later one's buffers: rows, lengths and trees are of a step of their own."""
+    from ddtree_guard.commands.recompute import recompute
+    from ddtree_guard.dump.read import Dump
+    from ddtree_guard.guard import find_rule
+    from ddtree_guard.testing.examples import example
+
+    server, guard = start(_case(), capture=Capture.QKV, redact=False, shadow_every=0)
+    finding, _ = example(find_rule("P1"))
+    settle = guard.checker.settle
+
+    def late(record: Any) -> Any:
+        lens = record.step.layout.prefix_lens + 1
+        record.step = record.step.replace(layout__prefix_lens=lens)
+        return [*settle(record), finding]
+
+    monkeypatch.setattr(guard.checker, "settle", late)
+    server.step()
+    (path,) = list(tmp_path.rglob("*_P1"))
+    whole, bare = (Dump(path).step(at) for at in range(2))
+    assert whole.attention.q is None
+    assert bare.layout.prefix_lens.tolist() == [19, 11, 26]
+    result = recompute(1, bare)
+    assert result is not None
+    assert (result.wrong, result.error.shape) == ([], (3, 17))
+
+
 @pytest.mark.parametrize("width", ["chain", "w=16 ngram"])
 def test_rows_of_chains_and_links_can_be_recomputed(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: str
