@@ -189,7 +189,10 @@ class ShadowMode:
         request, fit = pick(record.step_id, view.bs, 1), self._fit()
         layer = fit[pick(record.step_id, len(fit), 2)] if fit else None
         taken = self._snapshots.take(view, None if self.rows else request)
-        self._pending = Pending(record, view, taken, request, due, layer)
+        if taken is None:
+            self._skip("its slots are fewer than its rows", record.step_id)
+        else:
+            self._pending = Pending(record, view, taken, request, due, layer)
 
     @safe(None)
     def attend(
@@ -240,6 +243,9 @@ class ShadowMode:
 
     def _compare(self, now: Pending, held: Recording) -> None:
         pool, taken = now.view.runner.token_to_kv_pool, now.taken
+        if len(held.q) < now.view.bs * taken.w:
+            self._skip("its queries are fewer than its rows", now.record.step_id)
+            return
         k, v = pool.get_key_buffer(held.layer), pool.get_value_buffer(held.layer)
         if now.due:
             at = now.request - taken.first

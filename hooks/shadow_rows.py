@@ -103,11 +103,16 @@ class Snapshots:
         self._trees: dict[int, tuple[Any, ParentsOf]] = {}
         self._next = 0
 
-    def take(self, view: View, request: int | None) -> Taken:
-        """Queue the copies of a request, or of all requests in fresh memory (None)."""
+    def take(self, view: View, request: int | None) -> Taken | None:
+        """Queue the copies of a request, or of all requests in fresh memory (request None).
+
+        Returns None for a batch that has fewer slots than bs * w: the width is not what it states.
+        """
         w = verify_width(
             view.backend, view.runner, facts_of(type(view.backend)), view.batch.spec_info
         )
+        if len(view.batch.out_cache_loc) < view.bs * w:
+            return None
         first, count = (0, view.bs) if request is None else (request, 1)
         table = view.runner.req_to_token_pool.req_to_token
         taken = self.fresh(count, w, table) if request is None else self._reused(w, table)

@@ -319,6 +319,22 @@ def test_a_late_result_says_that_the_tokens_have_left(
     assert [(line["step"], line["tokens_left"]) for line in lines()] == [("4", "yes")]
 
 
+@pytest.mark.parametrize("what", ["slots", "queries"])
+def test_a_launch_that_is_narrower_than_it_states_is_not_read_beyond_its_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    from ddtree_guard.hooks import shadow, shadow_rows
+
+    server, guard = start(_case(budget=7), layers=1)
+    if what == "slots":
+        monkeypatch.setattr(shadow_rows, "verify_width", lambda *given: 9)
+    else:
+        monkeypatch.setattr(shadow, "heads_of", lambda rows, layer: rows.view(-1, 2, 16)[:20])
+    server.step()
+    assert guard.shadow.skipped == {f"its {what} are fewer than its rows": 1}
+    assert not guard.fuses.faults
+
+
 def test_each_request_and_layer_has_its_turn_and_ranks_agree() -> None:
     from ddtree_guard.hooks.shadow import pick
 
