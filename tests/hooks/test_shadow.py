@@ -39,9 +39,14 @@ Start = Callable[..., "tuple[MiniServer, ServerGuard]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts servers whose steps are shadowed; their hooks are gone afterwards."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts servers whose steps are shadowed; their hooks are gone afterwards. The self-test has
+    tests of its own.
+    """
+    from ddtree_guard.hooks import shadow
     from ddtree_guard.testing.server import MiniServer
+
+    monkeypatch.setattr(shadow, "self_test", lambda device: "")
 
     def make(case: VerifyCase, choice: str = "corrected", layers: int = 2, **config: Any) -> Any:
         server = MiniServer(case, choice)  # type: ignore[arg-type]
@@ -270,6 +275,18 @@ def test_off_leaves_every_function_as_it_was(start: Start) -> None:
     assert not {"attend", "ran"} & {site for site, _ in guard.hooks}
     server.step()
     assert guard.coverage.steps_checked == 1
+
+
+def test_without_a_self_test_that_passes_shadow_mode_is_off(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ddtree_guard.hooks import shadow
+
+    monkeypatch.setattr(shadow, "self_test", lambda device: "a swapped slot was not seen")
+    server, guard = start(_case(budget=7), layers=1)
+    assert any("shadow is off: a swapped slot" in text for text in caplog.messages)
+    server.step()
+    assert (guard.shadow.compared, guard.coverage.steps_checked) == (0, 1)
 
 
 def test_hooks_are_put_back(start: Start) -> None:
