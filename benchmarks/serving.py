@@ -47,6 +47,9 @@ class Cell:
     max_running: int = 16
     depth: str = "fast"
     plant: str = ""
+    shadow: int = 0  # every n-th step
+    capture: str = "meta"
+    incident: bool = False  # DDTREE on the stock backend
     folder: str = "/tmp/ddtree-guard-bench"
 
     @property
@@ -54,6 +57,9 @@ class Cell:
         """A short name, also of files."""
         parts = [self.algorithm, self.shape, f"w{self.w}", "graphs" if self.graphs else "eager"]
         parts += ["overlap" if self.overlap else "sync", self.tool]
+        parts += [f"shadow{self.shadow}"] if self.shadow else []
+        parts += [self.capture] if self.capture != "meta" else []
+        parts += ["incident"] if self.incident else []
         return "-".join([*parts, *([self.plant.replace("@", "at")] if self.plant else [])])
 
     def path(self, name: str) -> Path:
@@ -130,6 +136,10 @@ def environment(cell: Cell) -> dict[str, str]:
         "SGLANG_DDTREE_GUARD": "log" if cell.tool == "guard" else "off",
         "SGLANG_DDTREE_GUARD_DEPTH": cell.depth,
         "SGLANG_DDTREE_GUARD_DUMP_DIR": str(cell.path("dumps")),
+        "SGLANG_DDTREE_GUARD_SHADOW_EVERY": str(cell.shadow),
+        "SGLANG_DDTREE_GUARD_CAPTURE": cell.capture,
+        "SGLANG_DDTREE_GUARD_REDACT": "off" if cell.capture == "qkv" else "on",
+        "SGLANG_DDTREE_INCIDENT": "on" if cell.incident else "off",
         "DDTREE_GUARD_PROBE": str(cell.path("probe.json")),
         "DDTREE_GUARD_PROBE_PLANT": cell.plant,
         "SGLANG_DDTREE_BUDGET": str(cell.w - 1) if cell.algorithm == "DDTREE" else "",

@@ -94,6 +94,7 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
             guard.remove()
         _report(config, guard, why)
         if not why:
+            guard.shadow.start(guard.backends())
             _judge(guard)
             atexit.register(guard.journal.flush)
     except (Violation, IncompatibleError):
@@ -170,7 +171,7 @@ def active_rules(guard: ServerGuard) -> list[str]:
     targets = [backend for runner, backend in pairs if not runner.is_draft_worker]
     if step is None:
         return []
-    supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step)}
+    supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step), *guard.shadow.supplies}
     if step.contract.chain:  # no arrays say that row r follows row r-1
         supplied -= {"tree.parents", "tree.depths", "tree.sizes", *LINKS, "outcome.predict"}
     return [

@@ -31,7 +31,8 @@ class Record:
     """What is known of a step so far. `reqs` are SGLang's own request objects.
 
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
-    those of the device when its verdict has arrived. `ticket` belongs to the checker.
+    those of the device when its verdict has arrived. `ticket` belongs to the checker, `shadow` and
+    `rows` to shadow mode.
     """
 
     step_id: int
@@ -45,6 +46,8 @@ class Record:
     ticket: Any = None
     kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = None
+    shadow: Any = None
+    rows: Any = None
 
     @property
     def built(self) -> bool:

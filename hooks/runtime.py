@@ -27,6 +27,7 @@ from ddtree_guard.hooks.checker import Checker, HostChecker
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
+from ddtree_guard.hooks.no_shadow import shadow_for
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.record import Coverage, Record, Walk
@@ -90,6 +91,7 @@ class ServerGuard:
         self._steps = 0
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
+        self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
         self._depth = 0  # nested builds: a backend that calls its parent's, or wraps another
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -166,6 +168,7 @@ class ServerGuard:
         lanes, metadata = len(batch.req_pool_indices), backend.forward_metadata
         self._captured.setdefault(backend, {})[lanes] = metadata
         view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
+        self.shadow.prepare(view)
         self.checker.prepare(view)
 
     @site("capture", may_raise=False)
@@ -195,6 +198,7 @@ class ServerGuard:
         record.view = View(
             backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state
         )
+        self.shadow.begin(record, record.view)
         self.checker.build(record, record.view)
 
     @site("build")
@@ -238,6 +242,7 @@ class ServerGuard:
     def end(self, result: Any) -> None:
         """The worker returns its result; its tokens are still on their way to the host."""
         record, self.current = self.current, None
+        self.shadow.end()
         if record is None:
             return
         self.coverage.verify_steps += 1
@@ -283,7 +288,11 @@ class ServerGuard:
 
     # --- what is done about it ------------------------------------------------------------------
     def _settle(self, record: Record, tokens_left: bool | None) -> None:
-        found = self.checker.settle(record)
+        for late, bad in self.shadow.late():
+            self._apply(late, bad, tokens_left=True)
+        known = self.shadow.compared
+        found = self.checker.settle(record) + self.shadow.settle(record)
+        self.metrics.add("shadow_steps_total", self.shadow.compared - known)
         record.settled = True
         if record.checked:
             self.coverage.steps_checked += 1
@@ -334,7 +343,8 @@ class ServerGuard:
         self.metrics.finding(finding)
         dump = None
         if self.journal.is_new(finding.rule):
-            dump = self.writer.save([step], [(0, finding)])
+            steps = self.shadow.evidence(record, step, finding)
+            dump = self.writer.save(steps, [(0, finding)])
             self.metrics.add("dumps_total" if dump else "dumps_failed_total")
         if not finding.latent or self.journal.is_new(finding.rule):
             self.journal.write(finding, step, dump)

@@ -56,6 +56,11 @@ def counters(guard: Any) -> dict[str, Any]:
         "faults": dict(guard.fuses.faults),
         "checker": guard.checker.kind,
         "hooks": {name: state.ok for (name, _), state in guard.hooks.items()},
+        "shadow": {
+            "compared": guard.shadow.compared,
+            "skipped": dict(guard.shadow.skipped),
+            "worst": getattr(guard.shadow, "worst", None),
+        },
         "pinned_bytes": pinned_bytes(guard),
     }
 

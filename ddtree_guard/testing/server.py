@@ -97,6 +97,7 @@ class MiniServer:
         self.sent: list[list[Any]] = []  # what left, per step
         self.spec: Any = None
         self.replayed: Callable[[], None] = lambda: None  # what a captured graph would run
+        self.layers = 0  # attention layers that a step really runs
 
     @property
     def graph(self) -> bool:
@@ -109,6 +110,7 @@ class MiniServer:
         self.backend = standins.build_backend(self._roomy, self._choice)
         self.runner = standins.runner_of(self.backend)
         self.model_worker = Worker(self)
+        self.guard = guard
         if guard is not None:
             sites.adopt(guard, self.backend, self.runner)
         if self.graph:
@@ -128,9 +130,11 @@ class MiniServer:
                     lanes, lanes * self.case.w, batch.req_pool_indices, batch.seq_lens, None,
                     batch.forward_mode, batch.spec_info,
                 )  # fmt: skip
+                self._attend(inputs, batch)
                 return
             self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
             self.backend.init_forward_metadata_in_graph(batch)
+            self._attend(inputs, batch)
 
     def arm(self, config: Config) -> ServerGuard | None:
         """Start the server with the guard, as `Scheduler.init_model_worker` is wrapped."""
@@ -211,6 +215,7 @@ class MiniServer:
         with fakes.host_context(self.runner.server_args):
             if not self.graph:
                 self.backend.init_forward_metadata(batch)
+                self._attend(inputs, batch)
                 return
             for name in STATIC:  # a graph reads the buffers that it was captured with
                 getattr(self.static, name).copy_(getattr(batch, name))
@@ -218,6 +223,25 @@ class MiniServer:
             self.runner.graph_runner = SimpleNamespace(buffers=self.static)
             standins.replay(self.backend, self.static)
             self.replayed()
+            self._replay_attention(inputs)
+
+    def _attend(self, inputs: Inputs, batch: Any) -> None:
+        """The model's attention layers, through SGLang's kernel."""
+        for layer in range(self.layers):
+            standins.launch(self.backend, inputs, batch, layer)
+
+    def _replay_attention(self, inputs: Inputs) -> None:
+        """What a replay runs: the same kernels and captured copies, and no Python of a step."""
+        shadow: Any = getattr(self.guard, "shadow", None)
+        pending = getattr(shadow, "_pending", None)
+        if not self.layers:
+            return
+        if pending is not None:  # as in a capture: no step is known
+            shadow._pending = None
+        self._attend(inputs, self.static)
+        if pending is not None:
+            shadow._pending = pending
+            shadow.ran(self.runner)
 
     def result(self, predict: Any, lens: Any, index: Any) -> Any:
         """The worker's result: accepted tokens per request, w apart."""
