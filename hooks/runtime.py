@@ -24,6 +24,7 @@ from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.errors import Violation
 from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.checker import Checker, HostChecker
+from ddtree_guard.hooks.evidence import Evidence
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
@@ -83,6 +84,7 @@ class ServerGuard:
         self.taints = Taints()
         self.coverage = Coverage()
         self.writer = DumpWriter(run, config)
+        self.evidence: Evidence | None = None  # who else hears of findings
         self.current: Record | None = None
         self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -114,6 +116,8 @@ class ServerGuard:
             kept += self._reports.pop().restore()
         self.hooks.clear()
         self.journal.flush()
+        if self.evidence is not None:
+            self.evidence.close()
         return tuple(kept)
 
     @contextmanager
@@ -141,6 +145,11 @@ class ServerGuard:
     def backends(self) -> list[tuple[Any, Any]]:
         """(runner, backend) of every backend that is alive, oldest first."""
         return [(runner, backend) for backend, runner in self._runners.items()]
+
+    @property
+    def begun(self) -> int:
+        """Verify steps that the worker has begun; the id of the newest."""
+        return self._steps
 
     # --- one step -------------------------------------------------------------------------------
     @site("begin")
@@ -283,6 +292,12 @@ class ServerGuard:
 
     # --- what is done about it ------------------------------------------------------------------
     def _settle(self, record: Record, tokens_left: bool | None) -> None:
+        try:
+            self._settle_now(record, tokens_left)
+        finally:
+            self.coverage.settled += 1
+
+    def _settle_now(self, record: Record, tokens_left: bool | None) -> None:
         found = self.checker.settle(record)
         record.settled = True
         if record.checked:
@@ -338,7 +353,10 @@ class ServerGuard:
             self.metrics.add("dumps_total", 0 if dump is None else 1)
         if not finding.latent or self.journal.is_new(finding.rule):
             self.journal.write(finding, step, dump)
-        return render.block(finding, step, dump)
+        text = render.block(finding, step, dump)
+        if self.evidence is not None:
+            self.evidence.finding(finding, step, dump, text)
+        return text
 
     def _taint(self, record: Record, finding: Finding) -> None:
         if record.step is None or record.step.layout.prefix_lens is None:
