@@ -134,8 +134,8 @@ def read_process(path: Path) -> Process:
             _take(process, json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DumpError(
-                f"{path}, line {number}: expected evidence of {SCHEMA}, found {type(error).__name__} "
-                f"({str(error)[:80]}); remove the file if it is not the guard's."
+                f"{path}, line {number}: expected evidence of {SCHEMA}, found "
+                f"{type(error).__name__} ({str(error)[:80]}); remove the file if it is not the guard's."
             ) from None
     if not process.pid:
         process.why = "its evidence file is empty"

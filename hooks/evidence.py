@@ -114,7 +114,8 @@ class Evidence:
 
     # --- the thread -----------------------------------------------------------------------------
     def _work(self) -> None:
-        quiet, before, since = 0, {}, 0.0
+        before: dict[str, Any] = {}
+        quiet, since = 0, 0.0
         while not self._stop.wait(TICK_S):
             try:
                 now, token = self._counts(), self._asked()

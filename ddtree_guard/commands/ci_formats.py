@@ -27,7 +27,9 @@ def junit(verdict: Verdict) -> str:
     for name, value in (
         ("steps_checked", verdict.checked), ("findings", sum(verdict.found.values())),
     ):  # fmt: skip
-        ElementTree.SubElement(properties, "property", name=f"ddtree_guard_{name}", value=str(value))
+        ElementTree.SubElement(
+            properties, "property", name=f"ddtree_guard_{name}", value=str(value)
+        )
     suite.insert(0, properties)
     root = ElementTree.Element("testsuites")
     root.append(suite)
@@ -60,7 +62,7 @@ def _clean(text: str) -> str:
     return "\n".join(plain(line) for line in text.split("\n"))
 
 
-def annotations(verdict: Verdict) -> list[str]:
+def github(verdict: Verdict) -> list[str]:
     """Workflow commands: one `::error` per rule and process, and per reason of distrust."""
     from ddtree_guard.commands.ci_report import first_hits, summary
 

@@ -64,7 +64,9 @@ class Verdict:
         if self.processes:
             return "the armed processes ran none; did the suite send a request?"
         plugins = setting("SGLANG_PLUGINS")
-        hint = f"; SGLANG_PLUGINS={plugins} is set here: does it name ddtree_guard" if plugins else ""
+        hint = (
+            f"; SGLANG_PLUGINS={plugins} is set here: does it name ddtree_guard" if plugins else ""
+        )
         return (
             f"no process left evidence in {self.folder}; was the suite run with "
             "SGLANG_DDTREE_GUARD=log and SGLANG_DDTREE_GUARD_DUMP_DIR set to this folder, and is "
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(text(verdict)))
     if args.github or setting("GITHUB_ACTIONS").lower() == "true":
         # the runner reads both streams; JSON on stdout must stay JSON
-        print("\n".join(ci_formats.annotations(verdict)), file=sys.stderr if args.json else None)
+        print("\n".join(ci_formats.github(verdict)), file=sys.stderr if args.json else None)
     return verdict.exit_code
 
 
@@ -127,7 +129,11 @@ def text(verdict: Verdict) -> list[str]:
         lines += ["", f"in {process.name}:", hit.text]
     if len(shown) > BLOCKS:
         lines += ["", f"{len(shown) - BLOCKS} more rules of which no block is shown"]
-    return [*map(_printable, lines), "", *map(render.plain, [*verdict.not_guarded, summary(verdict)])]
+    return [
+        *map(_printable, lines),
+        "",
+        *map(render.plain, [*verdict.not_guarded, summary(verdict)]),
+    ]
 
 
 def _printable(line: str) -> str:
@@ -163,7 +169,9 @@ def _counts(counts: Counter[str]) -> str:
 def summary(verdict: Verdict) -> str:
     """The closing line. Never a bare OK."""
     steps = sum(p.verify_steps for p in verdict.processes)
-    words = f"checked {verdict.checked} of {steps} verify steps in {len(verdict.processes)} processes"
+    words = (
+        f"checked {verdict.checked} of {steps} verify steps in {len(verdict.processes)} processes"
+    )
     if verdict.unchecked:
         words += f"; ran unchecked: {_counts(verdict.unchecked)}"
     if verdict.found:

@@ -37,8 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ddtree-guard", "invariants of tree speculative decoding")
     for name, metavar, text in OPTIONS:
         group.addoption(f"--{name}", metavar=metavar, default=None, help=text)
-        kind = "linelist" if name.endswith("rules") else "string"
-        parser.addini(name.replace("-", "_"), text, type=kind, default=None)
+        ini = name.replace("-", "_")
+        if ini == "ddtree_guard_rules":
+            parser.addini(ini, text, type="linelist", default=None)
+        else:
+            parser.addini(ini, text, default=None)
     group.addoption(
         "--ddtree-guard-sweep", action="store_true", help="ddtree_budgets: every width to 257"
     )
@@ -68,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and what expects findings of a guard that is off."""
+    """Skip what needs a GPU where there is none, and what asks a guard that is off."""
     off = not config.pluginmanager.has_plugin(SESSION)
     for item in items:
         marker = item.get_closest_marker("ddtree_guard")

@@ -180,9 +180,7 @@ class Collector:
         seen.skipped = process.skipped.copy()
 
 
-def _charges(
-    hits: list[Hit], counts: Counter[str], process: Process, seen: _Seen
-) -> list[Charge]:
+def _charges(hits: list[Hit], counts: Counter[str], process: Process, seen: _Seen) -> list[Charge]:
     """The findings in words, and those of which only the number is known."""
     found = []
     for hit in hits:

@@ -63,13 +63,14 @@ class Servers:
             Servers._hooked = True
             sys.addaudithook(Servers._audit)
         self._start = original = BaseProcess.start
+        note = self._note
 
-        def start(process: BaseProcess) -> None:
-            target = getattr(process, "_target", None)
+        def start(self: BaseProcess) -> None:
+            target = getattr(self, "_target", None)
             name = f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', '')}"
             if name.startswith("sglang.") and "scheduler_process" in name:
-                self._note(name, None, process)
-            original(process)  # what it raises is the test's
+                note(name, None, self)
+            original(self)  # what it raises is the test's
 
         self._ours = start
         BaseProcess.start = start  # type: ignore[method-assign]
@@ -128,7 +129,9 @@ def is_server(words: Sequence[Any]) -> bool:
     """Whether a command starts an SGLang server."""
     texts = [_text(word) for word in words]
     serves = any(Path(t).name == "sglang" for t in texts) and "serve" in texts
-    return serves or any("sglang.launch_server" in t or t.endswith("launch_server.py") for t in texts)
+    return serves or any(
+        "sglang.launch_server" in t or t.endswith("launch_server.py") for t in texts
+    )
 
 
 def _text(word: Any) -> str:
@@ -161,7 +164,7 @@ def _commands() -> Iterator[str]:
 
 
 def missing_here() -> str:
-    """Why a server of this environment would not load the guard, as far as can be seen from here."""
+    """Why a server of this environment would not load the guard, as far as one sees here."""
     boot = importlib.import_module("ddtree_guard.hooks.boot")
     plugins = boot.excluded_by({"SGLANG_PLUGINS": setting("SGLANG_PLUGINS")})
     if plugins:

@@ -31,8 +31,7 @@ class Session:
         self.config = config
         self.settings = settings_of(config)
         self.worker = hasattr(config, "workerinput")
-        self.controller = not self.worker and bool(getattr(config.option, "tx", None) or
-                                                   getattr(config.option, "numprocesses", None))  # fmt: skip
+        self.controller = not self.worker and config.getoption("dist", "no") != "no"
         self.local = Local()
         self.servers = Servers(self.settings.folder)
         self.collector = Collector(self.settings.folder, self.local, self.servers)
@@ -130,7 +129,7 @@ class Session:
         self.collector.mark(item.nodeid)
         complaints = case.complaints()
         item.user_properties += self._properties(case)
-        hidden = getattr(item, "_excinfo", None)  # unittest keeps failures and skips there
+        hidden = getattr(item, "_excinfo", None) or []  # unittest keeps failures and skips there
         skipped = bool(hidden) and isinstance(hidden[0].value, pytest.skip.Exception)
         if skipped or isinstance(failure, pytest.skip.Exception):
             complaints = complaints if case.findings() else []
@@ -160,7 +159,7 @@ class Session:
     def pytest_runtest_teardown(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, Any, Any]:
-        """What is found after the test: told when its class ends, or at once if it is the test's."""
+        """What is found after the test: told at once if it is the test's, else at the class's end."""
         result = yield
         if self._case is None:
             return result
@@ -189,12 +188,14 @@ class Session:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Send what is known along with the report; xdist carries it to the controller."""
         report = yield
-        if self._case is not None and (call.when == "call" or report.failed) and (
-            call.when != "teardown"
+        if (
+            self._case is not None
+            and (call.when == "call" or report.failed)
+            and (call.when != "teardown")
         ):
-            report.ddtree_guard = self._case.as_json()
+            vars(report)["ddtree_guard"] = self._case.as_json()
         elif self._case is not None and call.when == "teardown":
-            report.ddtree_guard_late = getattr(self, "_late", [])
+            vars(report)["ddtree_guard_late"] = self._late
             self._late = []
         return report
 
@@ -216,9 +217,7 @@ class Session:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail a session that saw no step; write the report."""
         if not self.controller:
-            self.summary.processes += [
-                self.summary.process(p) for p in self.collector.processes()
-            ]
+            self.summary.processes += [self.summary.process(p) for p in self.collector.processes()]
         if self.worker:
             self.config.workeroutput["ddtree_guard"] = self.summary.processes  # type: ignore[attr-defined]
             return

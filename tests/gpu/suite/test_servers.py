@@ -16,7 +16,7 @@ import time
 import unittest
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 MODEL = Path(os.environ.get("TINY", "/nowhere"))
 COMMON = {
@@ -40,7 +40,13 @@ class Http:
     def __init__(self, env: dict[str, str], log: Path, **options: Any) -> None:
         self.url = f"http://127.0.0.1:{30_000 + os.getpid() % 9000}"
         flags = {**COMMON, **options, "host": "127.0.0.1", "port": self.url.rpartition(":")[2]}
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(MODEL / "target")]
+        command = [
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(MODEL / "target"),
+        ]
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         self.log = log.open("w")
@@ -138,7 +144,7 @@ class ServerCase(unittest.TestCase):
     """One server a class."""
 
     KIND: Any = Http
-    OPTIONS: dict[str, Any] = {}
+    OPTIONS: ClassVar[dict[str, Any]] = {}
     FAULT = "P1"
 
     @classmethod
@@ -170,13 +176,16 @@ class ServerCase(unittest.TestCase):
 
 class TestNgramServer(ServerCase):
     KIND = Http
-    OPTIONS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16}
+    OPTIONS: ClassVar[dict[str, Any]] = {
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": 16,
+    }
     FAULT = "W3"
 
 
 class TestDflashEngine(ServerCase):
     KIND = Child
-    OPTIONS = {
+    OPTIONS: ClassVar[dict[str, Any]] = {
         "speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(MODEL / "draft"),
         "speculative_dflash_block_size": 8,
     }  # fmt: skip
