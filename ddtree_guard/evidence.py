@@ -135,7 +135,7 @@ def read_process(path: Path) -> Process:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DumpError(
                 f"{path}, line {number}: expected evidence of {SCHEMA}, found "
-                f"{type(error).__name__} ({str(error)[:80]}); remove the file if it is not the guard's."
+                f"{type(error).__name__} ({str(error)[:80]}); remove the file if it is foreign."
             ) from None
     if not process.pid:
         process.why = "its evidence file is empty"

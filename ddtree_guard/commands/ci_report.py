@@ -159,7 +159,7 @@ def _line(process: Process) -> str:
         words += ", found " + _counts(process.found)
     if process.latent:
         words += f", latent {_counts(process.latent)}"
-    return words + ("" if process.ended else "; it ended without a word")
+    return words + ("" if process.ended else "; killed, or still running")
 
 
 def _counts(counts: Counter[str]) -> str:

@@ -159,7 +159,7 @@ class Session:
     def pytest_runtest_teardown(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, Any, Any]:
-        """What is found after the test: told at once if it is the test's, else at the class's end."""
+        """What is found after the test: told at once if it is its own, else at class end."""
         result = yield
         if self._case is None:
             return result
@@ -207,6 +207,11 @@ class Session:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Every report of every worker comes here."""
         self.summary.take(report)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A worker of xdist is about to start: all write below one folder."""
+        node.workerinput["ddtree_guard_folder"] = str(self.settings.folder)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:

@@ -67,15 +67,11 @@ class Settings:
 def settings_of(config: pytest.Config) -> Settings:
     """Resolve the options. Raises pytest.UsageError with one sentence."""
     start = Path(config.invocation_params.dir)
-    worker = getattr(config, "workerinput", {}).get("workerid", "")
-    stamp = time.strftime("%Y%m%dT%H%M%S")
-    name = f"pytest-{stamp}-{os.getpid()}" + (f"-{worker}" if worker else "")
-    root = start / (setting(config, "ddtree-guard-dump-dir") or "ddtree-guard-dumps")
     report = setting(config, "ddtree-guard-report")
     found = Settings(
         mode=Mode(setting(config, "ddtree-guard").lower()),
         rules=setting(config, "ddtree-guard-rules"),
-        folder=root.absolute() / name,
+        folder=_folder(config, start),
         report=start / report if report else None,
         shadow_every=setting(config, "ddtree-guard-shadow-every"),
     )
@@ -84,6 +80,15 @@ def settings_of(config: pytest.Config) -> Settings:
     except UsageError as error:
         raise pytest.UsageError(f"ddtree_guard: {error}") from None
     return found
+
+
+def _folder(config: pytest.Config, start: Path) -> Path:
+    """A new folder for this session; a worker of xdist has one below that of its controller."""
+    worker: Mapping[str, str] = getattr(config, "workerinput", {})
+    if "ddtree_guard_folder" in worker:
+        return Path(worker["ddtree_guard_folder"]) / worker["workerid"]
+    root = start / (setting(config, "ddtree-guard-dump-dir") or "ddtree-guard-dumps")
+    return root.absolute() / f"pytest-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 
 def wish_of(item: pytest.Item, settings: Settings) -> Wish:

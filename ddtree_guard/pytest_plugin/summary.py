@@ -22,7 +22,7 @@ from ddtree_guard.pytest_plugin.settings import Settings, Wish, expired
 
 SCHEMA = "ddtree-guard-pytest/1"
 NO_STEP = "guard saw no verify step"
-_RAN = ("passed", "failed")
+_RAN = ("passed", "failed", "error")
 
 
 class Summary:
@@ -63,6 +63,8 @@ class Summary:
             test.update(case)
         if report.when == "call" or (report.when == "setup" and not report.passed):
             test["outcome"] = str(report.outcome)
+        elif report.when == "teardown" and report.failed:
+            test["outcome"] = "error"
         late = getattr(report, "ddtree_guard_late", [])
         if late:
             test["late"] = test.get("late", []) + late
