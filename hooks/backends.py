@@ -45,6 +45,7 @@ class BackendGuard(ServerGuard):
         super().__init__(config, rank="test", run=f"inprocess-{os.getpid()}")
         self.evidence = listener
         self.active = True
+        self._why = ""
         self.use(config)
 
     def use(self, config: Config) -> None:
@@ -79,10 +80,25 @@ class BackendGuard(ServerGuard):
         self.current = Record(self._steps, (), _names(batch))
         try:
             with self.fuses.internal("build"):
-                self._build(backend, batch, path)
+                self._read(backend, batch, path)
             self._settle(self.current, tokens_left=None)
         finally:
             self.current = None
+
+    def _read(self, backend: Any, batch: Any, path: str) -> None:
+        self._why = ""
+        try:
+            self._build(backend, batch, path)
+        except Exception as error:
+            self._why = f"the guard cannot read it: {type(error).__name__}: {error}"
+            raise
+
+    def _skip(self, record: Record) -> None:
+        """A test is told what went wrong, not only that something did."""
+        if self._why:
+            self.coverage.skipped[self._why] += 1
+        else:
+            super()._skip(record)
 
     def check(self, step: Step) -> None:
         """Judge a step that the test has filled itself."""

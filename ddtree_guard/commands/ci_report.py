@@ -137,7 +137,9 @@ def text(verdict: Verdict) -> list[str]:
 
 
 def _printable(line: str) -> str:
-    return "\n".join(render.plain(part) for part in line.split("\n"))
+    """Text that neither a terminal nor a CI runner obeys: runners take commands from any line."""
+    parts = [render.plain(part) for part in line.split("\n")]
+    return "\n".join(f"| {p}" if p.lstrip().startswith(("::", "##[")) else p for p in parts)
 
 
 def first_hits(verdict: Verdict) -> list[tuple[Process, Any]]:
@@ -154,6 +156,7 @@ def _line(process: Process) -> str:
     words = f"{process.name}: {process.state}"
     if process.state == "armed":
         words += f", {process.steps_checked} of {process.verify_steps} verify steps checked"
+        words += f" ({process.open} in flight)" if process.open else ""
         words += f", {process.rules} rules"
     if process.found:
         words += ", found " + _counts(process.found)
@@ -169,9 +172,9 @@ def _counts(counts: Counter[str]) -> str:
 def summary(verdict: Verdict) -> str:
     """The closing line. Never a bare OK."""
     steps = sum(p.verify_steps for p in verdict.processes)
-    words = (
-        f"checked {verdict.checked} of {steps} verify steps in {len(verdict.processes)} processes"
-    )
+    count = len(verdict.processes)
+    where = f"{count} process{'' if count == 1 else 'es'}"
+    words = f"checked {verdict.checked} of {steps} verify steps in {where}"
     if verdict.unchecked:
         words += f"; ran unchecked: {_counts(verdict.unchecked)}"
     if verdict.found:

@@ -85,6 +85,7 @@ class Collector:
         self.folder, self.local, self.servers = folder, local, servers
         self._files: dict[Path, tuple[tuple[int, int], Process]] = {}
         self._seen: dict[Path, _Seen] = {}
+        self._known: set[Path] = set()  # processes of servers of earlier tests
         self._named: set[Path] = set()  # processes whose problem was told
         self._faults: set[str] = set()
 
@@ -133,8 +134,8 @@ class Collector:
         ]
 
     def mark(self, test: str) -> None:
-        """Steps begun so far are this test's."""
-        for process in self.processes():
+        """Steps that servers have begun so far are this test's. Nothing is late in this process."""
+        for process in self.processes()[1:]:
             seen = self._seen.setdefault(process.path, _Seen())
             if process.steps > seen.mark:
                 seen.mark, seen.told = process.steps, test
@@ -152,12 +153,14 @@ class Collector:
 
     def _not_guarded(self, processes: list[Process]) -> list[str]:
         """Processes that cannot vouch for their steps: once, or as long as they run."""
-        starts = unguarded(self.servers.take(), processes)
+        new = [p for p in processes[1:] if p.path not in self._known]
+        self._known |= {p.path for p in new}
+        starts = unguarded(self.servers.take(), new)
         self.servers.keep(starts)
         told = [sentence(start) for start in starts]
         for process in processes[1:]:
-            new = process.path not in self._named
-            if process.problem and (new or runs(process.pid)):
+            first = process.path not in self._named
+            if process.problem and (first or runs(process.pid)):
                 if process.state == STARTING and runs(process.pid):
                     continue  # it is still loading
                 self._named.add(process.path)

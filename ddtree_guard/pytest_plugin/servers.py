@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -24,14 +23,12 @@ from ddtree_guard.evidence import Process
 from ddtree_guard.render import plain
 
 GROUP = "sglang.srt.plugins"
-SLACK_S = 1.0  # clocks of two processes on one machine
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A server that was started: when, with what command, and with which variables."""
+    """A server that was started: with what command, and with which variables."""
 
-    at: float
     command: str
     why: str  # what in its environment keeps the guard away; empty if nothing does
     process: BaseProcess | None = None
@@ -91,7 +88,7 @@ class Servers:
     def _note(
         self, command: str, env: Mapping[Any, Any] | None, process: BaseProcess | None = None
     ) -> None:
-        self._new.append(Start(time.time(), command, self._why(env), process))
+        self._new.append(Start(command, self._why(env), process))
 
     def _why(self, env: Mapping[Any, Any] | None) -> str:
         """What in the environment keeps the guard away."""
@@ -138,14 +135,14 @@ def _text(word: Any) -> str:
     return os.fsdecode(word) if isinstance(word, (bytes, os.PathLike)) else str(word)
 
 
-def unguarded(starts: Sequence[Start], processes: Sequence[Process]) -> list[Start]:
-    """The starts of servers whose schedulers have left no word."""
-    if not starts:
-        return []
-    since = min(start.at for start in starts) - SLACK_S
-    parents = {p.ppid for p in processes if p.began >= since and p.rank != "load"}
-    parents |= {p.pid for p in processes if p.began >= since and p.rank == "load"}
-    missing = max(0, len(starts) - len(parents))
+def unguarded(starts: Sequence[Start], new: Sequence[Process]) -> list[Start]:
+    """The starts of servers whose schedulers have left no word; `new` did so since the last look.
+
+    A command starts one server of many schedulers, `multiprocessing` starts them one by one.
+    """
+    mine = os.getpid()
+    servers = {p.pid if p.ppid == mine else p.ppid for p in new}
+    missing = max(0, len(starts) - len(servers))
     return sorted(starts, key=lambda start: not start.why)[:missing]
 
 

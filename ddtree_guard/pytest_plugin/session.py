@@ -75,18 +75,28 @@ class Session:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """A test begins: also with what its class and module fixtures do."""
-        wish = wish_of(item, self.settings)
+        wish, wrong = self._wish(item)
         self._class += self.collector.news().charges
         self._case = Case(item.nodeid, wish)
         item.user_properties[:] = [p for p in item.user_properties if not p[0].startswith(_OWN)]
         self._use(wish)
         try:
-            return (yield)
+            result = yield
+            if wrong:
+                pytest.fail(wrong, pytrace=False)
+            return result
         except pytest.skip.Exception:
             raise
         except Exception as error:
             self._close(item, error, "setup")  # why no server came up, perhaps
             raise
+
+    def _wish(self, item: pytest.Item) -> tuple[Wish, str]:
+        """What the test asks for, and what is wrong with its marker."""
+        try:
+            return wish_of(item, self.settings), ""
+        except pytest.UsageError as error:
+            return Wish(self.settings.mode, self.settings.rules), str(error)
 
     def look(self) -> None:
         """Wait for the steps in flight and take in what is new."""
@@ -218,7 +228,7 @@ class Session:
         """A worker of xdist has ended."""
         self.summary.processes += getattr(node, "workeroutput", {}).get("ddtree_guard", [])
 
-    @pytest.hookimpl(trylast=True)
+    @pytest.hookimpl(tryfirst=True)  # before JUnit XML is written
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail a session that saw no step; write the report."""
         if not self.controller:

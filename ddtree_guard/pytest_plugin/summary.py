@@ -110,10 +110,12 @@ class Summary:
             return ""
         if no_gpu() and any("CUDA" in why for why in self.skipped):
             return ""
-        return f"{NO_STEP} in {len(guarded)} tests: {self._why_none()}"
+        tests = f"{len(guarded)} test{'' if len(guarded) == 1 else 's'}"
+        return f"{NO_STEP} in {tests}: {self._why_none()}"
 
     def _why_none(self) -> str:
         words = [p["why"] for p in self.processes if p["why"]]
+        words += [why for p in self.processes for why in p["skipped"]]
         words += [problem for run in self.runs for problem in run["problems"]]
         return "; ".join(dict.fromkeys(words)) or missing_here()
 
@@ -132,9 +134,11 @@ class Summary:
             counts[finding["rule"]] += finding["count"]
         told = ", ".join(f"{rule} x{n}" for rule, n in sorted(counts.items()))
         own = sum(p["verify_steps"] > 0 for p in self.processes)
+        where = f"{own} process{'' if own == 1 else 'es'}"
+        rules = max([0, *(p["rules"] for p in self.processes)])
+        steps = f"{self.total('steps_checked')} of {self.total('verify_steps')} verify steps"
         lines = [
-            f"checked {self.total('steps_checked')} of {self.total('verify_steps')} verify steps "
-            f"in {own} processes, {max([0, *(p['rules'] for p in self.processes)])} rules",
+            f"checked {steps} in {where}, {rules} rules",
             f"findings: {told or 'none'}",
         ]
         latent = sum((Counter(p["latent"]) for p in self.processes), Counter[str]())
