@@ -1,7 +1,8 @@
-"""Run by tests/gpu/test_pytest_plugin.py under the plugin: real servers, one per class.
+"""Real servers, one per class, in the style of SGLang's own tests.
 
-The middle test of each class plants a fault in its server and does not say so: it must fail, and
-its neighbours must not. `python3 test_servers.py` runs the same tests without pytest.
+Run by `benchmarks/pytest_gpu.py` under the plugin, and without pytest as `python3 servers.py`. The
+test that plants a fault in its server does not look for it: it must fail, and its neighbours must
+not.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MODEL = Path(os.environ.get("TINY", "/nowhere"))
 COMMON = {
     "skip_tokenizer_init": True, "attention_backend": "triton", "sampling_backend": "pytorch",
     "grammar_backend": "none", "max_total_tokens": 60_000, "max_running_requests": 8,
-    "mem_fraction_static": 0.7, "disable_cuda_graph": True, "log_level": "warning",
+    "mem_fraction_static": 0.7, "log_level": "warning",
 }  # fmt: skip
 START_S = 240
 
@@ -48,7 +49,9 @@ class Http:
             str(MODEL / "target"),
         ]
         for name, value in flags.items():
-            command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            words = value if isinstance(value, list) else [value]
+            flag = f"--{name.replace('_', '-')}"
+            command += [flag, *([] if value is True else map(str, words))]
         self.log = log.open("w")
         self.process = subprocess.Popen(
             command, env=env, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
@@ -140,17 +143,25 @@ def engine(options: dict[str, Any]) -> None:
         print("ANSWER " + json.dumps([out["output_ids"] for out in outs]), flush=True)
 
 
-class ServerCase(unittest.TestCase):
-    """One server a class."""
+EAGER: dict[str, Any] = {"disable_cuda_graph": True}
+GRAPHS: dict[str, Any] = {"cuda_graph_bs_decode": [1, 4, 8], "disable_prefill_cuda_graph": True}
+NGRAM: dict[str, Any] = {
+    "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16
+}  # fmt: skip
+DFLASH: dict[str, Any] = {
+    "speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(MODEL / "draft"),
+    "speculative_dflash_block_size": 8,
+}  # fmt: skip
 
-    KIND: Any = Http
+
+class Sound:
+    """One server for the class."""
+
+    KIND: Any = Child
     OPTIONS: ClassVar[dict[str, Any]] = {}
-    FAULT = "P1"
 
     @classmethod
     def setUpClass(cls) -> None:
-        if cls is ServerCase:
-            raise unittest.SkipTest("a base class")
         cls.folder = Path(tempfile.mkdtemp(prefix="ddtree-guard-suite-"))
         cls.plant = cls.folder / "plant"
         env = {**os.environ, "DDTREE_GUARD_PLANT_FILE": str(cls.plant)}
@@ -164,6 +175,12 @@ class ServerCase(unittest.TestCase):
     def test_1_sound(self) -> None:
         assert [len(ids) for ids in self.server.generate(48)] == [48] * 3
 
+
+class Planted(Sound):
+    """Eager: what is planted in a captured buffer may stay there for the next replays."""
+
+    FAULT = "P1"
+
     def test_2_planted(self) -> None:
         self.plant.write_text(self.FAULT)
         assert [len(ids) for ids in self.server.generate(48)] == [48] * 3
@@ -174,22 +191,19 @@ class ServerCase(unittest.TestCase):
         assert [len(ids) for ids in self.server.generate(48)] == [48] * 3
 
 
-class TestNgramServer(ServerCase):
+class TestNgramServer(Planted, unittest.TestCase):
     KIND = Http
-    OPTIONS: ClassVar[dict[str, Any]] = {
-        "speculative_algorithm": "NGRAM",
-        "speculative_num_draft_tokens": 16,
-    }
+    OPTIONS = NGRAM | EAGER
     FAULT = "W3"
 
 
-class TestDflashEngine(ServerCase):
-    KIND = Child
-    OPTIONS: ClassVar[dict[str, Any]] = {
-        "speculative_algorithm": "DFLASH", "speculative_draft_model_path": str(MODEL / "draft"),
-        "speculative_dflash_block_size": 8,
-    }  # fmt: skip
+class TestDflashEngine(Planted, unittest.TestCase):
+    OPTIONS = DFLASH | EAGER
     FAULT = "K2"
+
+
+class TestDflashGraphs(Sound, unittest.TestCase):
+    OPTIONS = DFLASH | GRAPHS
 
 
 if __name__ == "__main__":
