@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from common import environment, write
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = ROOT / "tests" / "gpu" / "suite" / "servers.py"
-SECONDS = 400
+SECONDS = 600.0
 POINTS = {
     "sglang.srt.plugins": {"ddtree_guard": "ddtree_guard.hooks.plugin:load"},
     "pytest11": {"ddtree_guard": "ddtree_guard.pytest_plugin"},
@@ -56,8 +58,11 @@ def metadata(site: Path) -> Path:
     return site
 
 
-def measure(model: Path, folder: Path, workers: int = 0) -> dict[str, Any]:
+def measure(
+    model: Path, folder: Path, workers: int = 0, seconds: float = SECONDS
+) -> dict[str, Any]:
     """Run the suite both ways at once; the JSON report, the verdict of ci-report, exit codes."""
+    deadline = time.monotonic() + seconds
     site = metadata(folder / "site")
     paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {
@@ -67,7 +72,8 @@ def measure(model: Path, folder: Path, workers: int = 0) -> dict[str, Any]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [
         sys.executable, "-m", "pytest", str(SUITE), "-c", str(folder / "pytest.ini"), "-rA",
-        "-p", "no:cacheprovider", "--ddtree-guard=log", f"--ddtree-guard-dump-dir={folder / 'dumps'}",
+        "-p", "no:cacheprovider", "--ddtree-guard=log",
+        f"--ddtree-guard-dump-dir={folder / 'dumps'}",
         f"--ddtree-guard-report={folder / 'report.json'}", f"--junitxml={folder / 'junit.xml'}",
         *(["-n", str(workers), "--dist", "loadscope"] if workers else []),
     ]  # fmt: skip
@@ -76,8 +82,11 @@ def measure(model: Path, folder: Path, workers: int = 0) -> dict[str, Any]:
     log = {"SGLANG_DDTREE_GUARD": "log", "SGLANG_DDTREE_GUARD_DUMP_DIR": str(plain)}
     words = [sys.executable, str(SUITE), "-v", "TestNgramServer"]
     alone = start(words, folder / "unittest.txt", env | log)
-    result: dict[str, Any] = {"unittest_exit": finish(alone), "ci_report": ci_report(plain, env)}
-    result["pytest_exit"] = finish(running)
+    result: dict[str, Any] = {
+        "unittest_exit": finish(alone, deadline),
+        "ci_report": ci_report(plain, env),
+    }
+    result["pytest_exit"] = finish(running, deadline)
     report = folder / "report.json"
     result["report"] = json.loads(report.read_text()) if report.exists() else None
     return result
@@ -89,13 +98,15 @@ def start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Pope
         return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
-def finish(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code; 124 where it took too long."""
-    try:
-        return process.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return 124
+def finish(process: subprocess.Popen[bytes], deadline: float) -> int:
+    """Its exit code; 124 where it took too long. It is asked to end first: pytest then reports."""
+    for wait in (deadline - time.monotonic(), 20.0):
+        try:
+            return process.wait(max(0.1, wait))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+    process.kill()
+    return 124
 
 
 def ci_report(folder: Path, env: dict[str, str]) -> dict[str, Any]:
@@ -141,10 +152,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     parser.add_argument("--logs", type=Path, help="keep logs and dumps here")
     parser.add_argument("--workers", type=int, default=0, help="of pytest-xdist; 0: without it")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit of the whole")
     options = parser.parse_args()
     folder = options.logs or Path(tempfile.mkdtemp(prefix="ddtree-guard-suite-"))
     folder.mkdir(parents=True, exist_ok=True)
-    result = measure(options.model.absolute(), folder.absolute(), options.workers)
+    result = measure(options.model.absolute(), folder.absolute(), options.workers, options.seconds)
     told = wrong(result)
     value = {"environment": environment(), "workers": options.workers, "wrong": told, **result}
     write(options.out / "pytest_gpu.json", without_paths(value, folder.absolute()))
