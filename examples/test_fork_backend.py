@@ -1,0 +1,66 @@
+"""A fork's own attention backend under the guard, in the test process, without a server.
+
+    pytest --ddtree-guard=log examples/test_fork_backend.py
+
+SGLang's Triton backend and its subclasses need none of this: the plugin sees them when the suite
+builds them. A backend of another kind is described once (`register_adapter`) and watched.
+"""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddtree_guard.hooks.adapters import register_adapter, unregister_adapter
+from ddtree_guard.hooks.view import View
+from ddtree_guard.step import Contract, Layout, Step, Widths
+
+MODE = SimpleNamespace(is_target_verify=lambda: True)
+ARGS = SimpleNamespace(speculative_num_draft_tokens=8)
+RUNNER = SimpleNamespace(is_draft_worker=False, server_args=ARGS)
+LENS = np.array([40, 12])
+BATCH = SimpleNamespace(forward_mode=MODE, req_pool_indices=np.array([1, 2]), seq_lens=LENS)
+
+
+class CorpBackend:
+    """The fork's backend: its query offsets step by a width of its own."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """What SGLang calls before a launch."""
+        self.offsets = np.arange(len(forward_batch.seq_lens) + 1) * self.width
+
+
+def read(view: View) -> Step:
+    """Two requests of 17 rows each, and the offsets as the backend made them."""
+    layout = Layout(qo_indptr=view.backend.offsets, rows={"q": 34})
+    contract = Contract(name="ddtree-corp", backend="corp")
+    return Step(2, 2, widths=Widths(w=17, budget=16), layout=layout, contract=contract)
+
+
+@pytest.fixture
+def launch(ddtree_guard: Any) -> Iterator[Callable[[int], None]]:
+    """Builds a watched backend of a width and prepares a launch."""
+    adapter = register_adapter("corp", lambda cls: cls is CorpBackend, read)
+
+    def run(width: int) -> None:
+        backend = CorpBackend(width)
+        ddtree_guard.watch(backend, RUNNER)
+        backend.init_forward_metadata(BATCH)
+
+    yield run
+    unregister_adapter(adapter)
+
+
+@pytest.mark.ddtree_guard(steps="required")
+def test_the_offsets_follow_the_tree(launch: Callable[[int], None]) -> None:
+    launch(17)
+
+
+@pytest.mark.ddtree_guard(expect=["W1"])
+def test_the_block_size_is_caught(launch: Callable[[int], None]) -> None:
+    launch(8)
