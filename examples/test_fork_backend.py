@@ -2,8 +2,7 @@
 
     pytest --ddtree-guard=log examples/test_fork_backend.py
 
-SGLang's Triton backend and its subclasses need none of this: the plugin sees them when the suite
-builds them. A backend of another kind is described once (`register_adapter`) and watched.
+SGLang's Triton backend and its subclasses need none of this. Another kind is described and watched.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +16,10 @@ from ddtree_guard.hooks.adapters import register_adapter, unregister_adapter
 from ddtree_guard.hooks.view import View
 from ddtree_guard.step import Contract, Layout, Step, Widths
 
-MODE = SimpleNamespace(is_target_verify=lambda: True)
-ARGS = SimpleNamespace(speculative_num_draft_tokens=8)
-RUNNER = SimpleNamespace(is_draft_worker=False, server_args=ARGS)
-LENS = np.array([40, 12])
-BATCH = SimpleNamespace(forward_mode=MODE, req_pool_indices=np.array([1, 2]), seq_lens=LENS)
+NS = SimpleNamespace
+RUNNER = NS(is_draft_worker=False, server_args=NS(speculative_num_draft_tokens=8))
+VERIFY, LENS = NS(is_target_verify=lambda: True), np.array([40, 12])
+BATCH = NS(forward_mode=VERIFY, req_pool_indices=np.array([1, 2]), seq_lens=LENS)
 
 
 class CorpBackend:
@@ -31,15 +29,14 @@ class CorpBackend:
         self.width = width
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """What SGLang calls before a launch."""
         self.offsets = np.arange(len(forward_batch.seq_lens) + 1) * self.width
 
 
 def read(view: View) -> Step:
     """Two requests of 17 rows each, and the offsets as the backend made them."""
     layout = Layout(qo_indptr=view.backend.offsets, rows={"q": 34})
-    contract = Contract(name="ddtree-corp", backend="corp")
-    return Step(2, 2, widths=Widths(w=17, budget=16), layout=layout, contract=contract)
+    contract, widths = Contract(name="ddtree-corp", backend="corp"), Widths(w=17, budget=16)
+    return Step(bs=2, padded_bs=2, widths=widths, layout=layout, contract=contract)
 
 
 @pytest.fixture

@@ -62,7 +62,10 @@ class Case:
             "steps_checked": news.steps_checked,
             "skipped": dict(news.skipped),
             "problems": list(news.problems),
-            "findings": [as_json(c) for c in [*self.findings(), *self.taken]],
+            "findings": [
+                *(as_json(c, c.hit.rule in (wish.expect or ())) for c in self.findings()),
+                *(as_json(c, True) for c in self.taken),
+            ],
             "latent": dict(Counter(c.hit.rule for c in news.charges if c.hit.latent)),
             "complaints": self.complaints(),
         }
@@ -110,13 +113,13 @@ def late(charges: list[Charge], scope: str) -> str:
     return _told(charges, f"charged to {scope}: {_count(charges)}, {whose}")
 
 
-def as_json(charge: Charge) -> dict[str, Any]:
+def as_json(charge: Charge, expected: bool = False) -> dict[str, Any]:
     """A finding as JSON values."""
     hit = charge.hit
     return {
         "rule": hit.rule, "step": hit.step, "process": charge.process, "count": charge.count,
         "latent": hit.latent, "headline": hit.headline, "text": hit.text, "line": hit.line,
-        "dump": hit.dump, "cause": charge.cause,
+        "dump": hit.dump, "cause": charge.cause, "expected": expected,
     }  # fmt: skip
 
 

@@ -129,10 +129,7 @@ class Summary:
 
     def lines(self) -> list[str]:
         """Steps checked, rules, findings, dumps, latent ones, and what is wrong on the whole."""
-        counts = Counter[str]()
-        for finding in self.findings():
-            counts[finding["rule"]] += finding["count"]
-        told = ", ".join(f"{rule} x{n}" for rule, n in sorted(counts.items()))
+        told, expected = self._counts(False), self._counts(True)
         own = sum(p["verify_steps"] > 0 for p in self.processes)
         where = f"{own} process{'' if own == 1 else 'es'}"
         rules = max([0, *(p["rules"] for p in self.processes)])
@@ -141,6 +138,8 @@ class Summary:
             f"checked {steps} in {where}, {rules} rules",
             f"findings: {told or 'none'}",
         ]
+        if expected:
+            lines.append(f"expected findings: {expected}")
         latent = sum((Counter(p["latent"]) for p in self.processes), Counter[str]())
         if latent:
             words = ", ".join(f"{rule} x{n}" for rule, n in sorted(latent.items()))
@@ -154,6 +153,13 @@ class Summary:
         elif not self.total("steps_checked"):
             lines.append(f"{NO_STEP}: no guarded test ran")
         return lines + ([self._lost] if self._lost else [])
+
+    def _counts(self, expected: bool) -> str:
+        """Findings by rule in words, the expected ones or the others."""
+        counts = Counter[str]()
+        for finding in self.findings():
+            counts[finding["rule"]] += finding["count"] * (finding["expected"] == expected)
+        return ", ".join(f"{rule} x{n}" for rule, n in sorted(counts.items()) if n)
 
     def dumps(self) -> list[str]:
         """Folders of dumps, in the order of their findings."""
@@ -206,7 +212,7 @@ class Summary:
                 "mode": self.settings.mode.value,
                 "verify_steps": self.total("verify_steps"),
                 "steps_checked": self.total("steps_checked"),
-                "findings": sum(f["count"] for f in self.findings()),
+                "findings": sum(f["count"] for f in self.findings() if not f["expected"]),
                 "failure": self.failure(),
             }
             for name, value in values.items():
