@@ -1,12 +1,10 @@
-"""A fork's own attention backend under the guard, in the test process, without a server.
-
-    pytest --ddtree-guard=log examples/test_fork_backend.py
+"""A fork's own backend under the guard: `pytest --ddtree-guard=log examples/test_fork_backend.py`.
 
 SGLang's Triton backend and its subclasses need none of this. Another kind is described and watched.
 """
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import SimpleNamespace as NS
 from typing import Any
 
 import numpy as np
@@ -14,9 +12,8 @@ import pytest
 
 from ddtree_guard.hooks.adapters import register_adapter, unregister_adapter
 from ddtree_guard.hooks.view import View
-from ddtree_guard.step import Contract, Layout, Step, Widths
+from ddtree_guard.step import Layout, Step, Widths
 
-NS = SimpleNamespace
 RUNNER = NS(is_draft_worker=False, server_args=NS(speculative_num_draft_tokens=8))
 VERIFY, LENS = NS(is_target_verify=lambda: True), np.array([40, 12])
 BATCH = NS(forward_mode=VERIFY, req_pool_indices=np.array([1, 2]), seq_lens=LENS)
@@ -34,9 +31,8 @@ class CorpBackend:
 
 def read(view: View) -> Step:
     """Two requests of 17 rows each, and the offsets as the backend made them."""
-    layout = Layout(qo_indptr=view.backend.offsets, rows={"q": 34})
-    contract, widths = Contract(name="ddtree-corp", backend="corp"), Widths(w=17, budget=16)
-    return Step(bs=2, padded_bs=2, widths=widths, layout=layout, contract=contract)
+    layout = Layout(qo_indptr=view.backend.offsets)
+    return Step(bs=2, padded_bs=2, widths=Widths(w=17, budget=16), layout=layout)
 
 
 @pytest.fixture
