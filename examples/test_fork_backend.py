@@ -31,7 +31,7 @@ class CorpBackend:
 
 def read(view: View) -> Step:
     """Two requests of 17 rows each, and the offsets as the backend made them."""
-    layout = Layout(qo_indptr=view.backend.offsets)
+    layout = Layout(qo_indptr=view.backend.offsets, rows={"q": 34})
     return Step(bs=2, padded_bs=2, widths=Widths(w=17, budget=16), layout=layout)
 
 
