@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ddtree_guard.errors import Violation
 from ddtree_guard.guard import find_rule
 from ddtree_guard.pytest_plugin.case import unexpected
 from ddtree_guard.pytest_plugin.collect import Charge
@@ -51,27 +50,13 @@ class GuardFixture:
         self._session.look()
         return self._session.case().news.verify_steps
 
-    @contextmanager
-    def expect(self, *rules: str) -> Iterator[None]:
+    def expect(self, *rules: str) -> Expectation:
         """Around a block in which exactly these rules must fire; the test may go on afterwards.
 
         `with ddtree_guard.expect("W3"): ...`. A finding of another rule, or none of one of these,
         fails the test. Raises UsageError for a rule that does not exist.
         """
-        wanted = {find_rule(rule).id for rule in rules}
-        self._session.look()
-        case = self._session.case()
-        before, steps = len(case.news.charges), case.news.steps_checked
-        yield
-        self._session.look()
-        new = case.news.charges[before:]
-        found = [c for c in new if not c.hit.latent or c.hit.rule in wanted]
-        seen = f"{case.news.steps_checked - steps} verify steps checked in this block"
-        complaints = unexpected(found, wanted, seen)
-        case.news.charges[before:] = [c for c in new if c not in found]
-        case.taken += found
-        if complaints:
-            pytest.fail("ddtree_guard: " + "\n\n".join(complaints), pytrace=False)
+        return Expectation(self._session, frozenset(find_rule(rule).id for rule in rules))
 
     def watch(self, backend: Any, runner: Any) -> None:
         """See the launches of a backend of your own, built for this runner, from now on.
@@ -84,3 +69,33 @@ class GuardFixture:
     def check(self, step: Step) -> None:
         """Judge a Step that the test has filled itself, as one verify step."""
         self._session.local.made().check(step)
+
+
+class Expectation:
+    """A block in which exactly the given rules must fire. Without `with` it fails its test."""
+
+    def __init__(self, session: Session, rules: frozenset[str]) -> None:
+        self._session, self._rules = session, rules
+        self._forgotten = f"expect({', '.join(sorted(rules))}) was called without `with`"
+        session.case().open_expectations.append(self._forgotten)
+
+    def __enter__(self) -> None:
+        self._session.look()
+        case = self._session.case()
+        case.open_expectations.remove(self._forgotten)
+        self._before, self._steps = len(case.news.charges), case.news.steps_checked
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._session.look()
+        case = self._session.case()
+        new = case.news.charges[self._before :]
+        found = [c for c in new if not c.hit.latent or c.hit.rule in self._rules]
+        case.news.charges[self._before :] = [c for c in new if c not in found]
+        case.taken += found
+        if kind is not None and not issubclass(kind, Violation):
+            return False  # the test's own error
+        seen = f"{case.news.steps_checked - self._steps} verify steps checked in this block"
+        complaints = unexpected(found, self._rules, seen)
+        if complaints:
+            pytest.fail("ddtree_guard: " + "\n\n".join(complaints), pytrace=False)
+        return True  # mode raise stopped the launch with what was expected

@@ -23,7 +23,7 @@ from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 TRITON = "sglang.srt.layers.attention.triton_backend"
-TEXTS = 512  # findings of a session that are kept in words
+TEXTS = 64  # findings of a test that are kept in words
 
 
 class Local:
@@ -37,6 +37,7 @@ class Local:
         self.guard: Any = None
         self._config = Config()
         self._active = True
+        self._number = 0
         self._late: _Finder | None = None
 
     def start(self) -> None:
@@ -82,17 +83,15 @@ class Local:
         """Count a finding and keep its words."""
         process = self.process
         (process.latent if finding.latent else process.found)[finding.rule] += 1
-        if len(process.hits) >= TEXTS:
-            return
-        process.hits.append(
-            Hit(
-                rule=finding.rule, step=step.who.step_id, latent=finding.latent,
-                headline=render.headline(finding), text=text,
-                line=render.line(finding, step, dump=dump),
-                dump=None if dump is None else str(dump.absolute()), at=time.time(),
-                number=len(process.hits) + 1,
-            )
+        self._number += 1
+        hit = Hit(
+            rule=finding.rule, step=step.who.step_id, latent=finding.latent,
+            headline=render.headline(finding), text=text,
+            line=render.line(finding, step, dump=dump),
+            dump=None if dump is None else str(dump.absolute()), at=time.time(),
+            number=self._number,
         )  # fmt: skip
+        process.hits[:] = [*process.hits[1 - TEXTS :], hit]
 
     def close(self) -> None:
         """The guard has gone."""

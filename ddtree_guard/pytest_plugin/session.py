@@ -47,7 +47,6 @@ class Session:
     def _begin(self) -> None:
         """Before anything is collected: a suite may import backends, or start servers, then."""
         self.settings.folder.mkdir(parents=True, exist_ok=True)
-        (self.settings.folder.parent / ".gitignore").write_text("*\n")
         self._use(Wish(self.settings.mode, self.settings.rules))
         self.servers.watch()
         self.local.start()

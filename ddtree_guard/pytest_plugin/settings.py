@@ -87,7 +87,7 @@ def _folder(config: pytest.Config, start: Path) -> Path:
     worker: Mapping[str, str] = getattr(config, "workerinput", {})
     if "ddtree_guard_folder" in worker:
         return Path(worker["ddtree_guard_folder"]) / worker["workerid"]
-    root = start / (setting(config, "ddtree-guard-dump-dir") or "ddtree-guard-dumps")
+    root = start / (setting(config, "ddtree-guard-dump-dir") or Config().dump_dir)
     return root.absolute() / f"pytest-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
 
 

@@ -168,11 +168,36 @@ def test_expect_as_a_block(suite: pytest.Pytester, run: Any) -> None:
         def test_own_error_in_the_block(ddtree_guard, ddtree_step):
             with ddtree_guard.expect("W3"):
                 raise ValueError("own error")
+        def test_forgotten_and_sound(ddtree_guard, ddtree_step):
+            ddtree_guard.expect("W3")
+            ddtree_guard.check(ddtree_step(1))
     """
     )
     result = run()
-    result.assert_outcomes(passed=1, failed=5)
+    result.assert_outcomes(passed=1, failed=6)
+    assert result.stdout.str().count("expect(W3) was called without `with`") >= 2
+    run("-k", "block and not own", mode="raise").assert_outcomes(passed=1)
     assert "own error" in result.stdout.str()
+
+
+def test_a_storm_in_one_test_leaves_the_words_of_the_next(
+    suite: pytest.Pytester, report: Any
+) -> None:
+    suite.makepyfile(
+        test_it="""
+        def test_storm(ddtree_guard, ddtree_step):
+            step = ddtree_step(1, fault="W3")
+            for _ in range(100):
+                ddtree_guard.check(step)
+        def test_next(ddtree_guard, ddtree_step):
+            ddtree_guard.check(ddtree_step(1, fault="W1"))
+    """
+    )
+    storm, after = report()["tests"]
+    assert sum(f["count"] for f in storm["findings"]) == 100
+    assert {f["rule"] for f in storm["findings"]} == {"W3"}
+    assert all(f["text"].startswith(f["rule"] + " ") for f in after["findings"])
+    assert "W1" in {f["rule"] for f in after["findings"]}
 
 
 def test_a_session_without_steps_fails_and_says_why(suite: pytest.Pytester, run: Any) -> None:
