@@ -22,7 +22,7 @@ from ddtree_guard.errors import DumpError
 SCHEMA = "ddtree-guard-evidence/1"
 FENCE = "fence"  # file in the folder of dumps: a token that every process answers
 FILE = re.compile(r"evidence_[A-Za-z0-9.-]+_pid\d+\.jsonl")
-MAX_BYTES = 4 << 20  # of a file; the writer starts anew before
+MAX_BYTES = 1 << 20  # of a file; the writer starts anew before
 MAX_FILES = 4096
 STARTING, ARMED, IDLE, NOT_ARMED = "starting", "armed", "idle", "not armed"
 _COUNTS = ("skipped", "faults", "found", "latent")

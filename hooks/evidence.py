@@ -23,7 +23,7 @@ from typing import Any
 
 from ddtree_guard import render
 from ddtree_guard.config import Config
-from ddtree_guard.evidence import FENCE, MAX_BYTES, NOT_ARMED, SCHEMA
+from ddtree_guard.evidence import FENCE, FILE, MAX_BYTES, NOT_ARMED, SCHEMA
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
@@ -33,6 +33,7 @@ WAIT_S = 2.0  # for steps in flight, before a fence is answered all the same
 QUIET = 2  # ticks without a change before a process counts as quiet
 TEXTS = 8  # findings of a rule that are kept in words, between two fences
 KEPT = 256  # findings that survive a new beginning of the file
+OLD_S, SPARED = 7 * 86_400, 64  # files older than a week go, but for the newest ones
 
 Counters = Callable[[], Mapping[str, Any]]
 
@@ -72,6 +73,7 @@ class Evidence:
     def begin(self) -> Evidence:
         """Write the first line and start the thread."""
         self._token = self._asked()  # what was asked of others before
+        _forget_old(self.path.parent.parent)
         with self._lock:
             self._append([self._head])
         self._thread = threading.Thread(
@@ -225,6 +227,15 @@ def note(config: Config, rank: str, release: str, state: str, why: str) -> None:
 def note_not_active(config: Config, why: str, release: str) -> None:
     """The plugin could not be loaded in this process."""
     note(config, "load", release, NOT_ARMED, why)
+
+
+def _forget_old(root: Path) -> None:
+    """Remove the evidence of long ago, so that restarts do not fill the disk."""
+    with contextlib.suppress(OSError):
+        found = [(path.lstat().st_mtime, path) for path in root.glob("*/evidence_*.jsonl")]
+        for when, path in sorted(found, reverse=True)[SPARED:]:
+            if FILE.fullmatch(path.name) and time.time() - when > OLD_S:
+                path.unlink()
 
 
 def _write(path: Path, data: bytes, how: int) -> None:

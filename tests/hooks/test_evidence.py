@@ -179,3 +179,21 @@ def test_a_process_without_a_guard_leaves_one_note(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*/*")
     assert (read_process(path).problem, read_process(path).rank) == ("no hooks", "TP3")
     assert threading.active_count() == before
+
+
+def test_evidence_of_long_ago_goes_and_the_newest_stays(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SPARED", 2)
+    folder = tmp_path / "dumps" / "run-1"
+    folder.mkdir(parents=True)
+    old, foreign = time.time() - 30 * 86_400, folder / "evidence_mine.jsonl"
+    for age, name in enumerate(["evidence_TP0_pid1.jsonl", "evidence_TP0_pid2.jsonl",
+                                "evidence_TP0_pid3.jsonl", foreign.name]):  # fmt: skip
+        (folder / name).write_text("")
+        os.utime(folder / name, (old - age, old - age))
+    recent = folder / "evidence_TP1_pid1.jsonl"
+    recent.write_text("")
+    make()
+    left = {path.name for path in folder.iterdir()}
+    assert left == {recent.name, foreign.name, "evidence_TP0_pid1.jsonl"}
