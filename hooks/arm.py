@@ -66,7 +66,7 @@ def start(config: Config, scheduler: Any) -> ServerGuard | None:
         guard = ServerGuard(
             config, rank=rank, run=f"run-{os.getppid()}", metrics=metrics_for(rank, served)
         )
-        evidence = Evidence(config, guard.writer.folder.name, rank, release(), counters_of(guard))
+        evidence = Evidence(config, f"run-{os.getppid()}", rank, release(), counters_of(guard))
         guard.evidence = evidence.begin()
         if str(getattr(args, "device", "")).startswith("cuda"):
             guard.checker = device_checker(guard)
