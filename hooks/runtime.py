@@ -24,7 +24,6 @@ from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.errors import Violation
 from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.checker import Checker, HostChecker
-from ddtree_guard.hooks.evidence import Evidence
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
@@ -84,7 +83,7 @@ class ServerGuard:
         self.taints = Taints()
         self.coverage = Coverage()
         self.writer = DumpWriter(run, config)
-        self.evidence: Evidence | None = None  # who else hears of findings
+        self.evidence: Any = None  # `evidence.Evidence`: hears of every finding
         self.current: Record | None = None
         self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
