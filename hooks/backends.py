@@ -11,12 +11,8 @@ import os
 from typing import Any, Protocol
 
 from ddtree_guard.config import Config
-from ddtree_guard.dump.write import DumpWriter
-from ddtree_guard.guard import Guard
-from ddtree_guard.hooks.checker import HostChecker
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook
-from ddtree_guard.hooks.journal import Journal
 from ddtree_guard.hooks.patching import Original, Patch
 from ddtree_guard.hooks.record import Record
 from ddtree_guard.hooks.runtime import ServerGuard
@@ -25,6 +21,7 @@ from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 BACKEND = "sglang.srt.layers.attention.triton_backend"
+_OF_A_CONFIG = ("config", "guard", "checker", "journal", "writer", "flight")
 _NEVER = 1 << 62  # a site of a test is never disarmed: that would end in silence
 
 
@@ -50,11 +47,10 @@ class BackendGuard(ServerGuard):
 
     def use(self, config: Config) -> None:
         """Judge by this configuration from now on, and write the first finding of a rule anew."""
-        self.config = config
-        self.guard = Guard(config)
-        self.checker = HostChecker(self.guard)
-        self.journal = Journal(config.log)
-        self.writer = DumpWriter(self.writer.folder.name, config)
+        fresh = ServerGuard(config, rank=self.rank, run=f"inprocess-{os.getpid()}")
+        for name in _OF_A_CONFIG:
+            if hasattr(fresh, name):
+                setattr(self, name, getattr(fresh, name))
         strict = self.fuses.strict
         self.fuses = Fuses(limit=_NEVER, strict=strict)
 
