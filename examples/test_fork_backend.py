@@ -16,7 +16,7 @@ from ddtree_guard.step import Layout, Step, Widths
 
 RUNNER = NS(is_draft_worker=False, server_args=NS(speculative_num_draft_tokens=8))
 VERIFY, LENS = NS(is_target_verify=lambda: True), np.array([40, 12])
-BATCH = NS(forward_mode=VERIFY, req_pool_indices=np.array([1, 2]), seq_lens=LENS)
+BATCH = NS(forward_mode=VERIFY, req_pool_indices=np.array([1, 2]), seq_lens=LENS, spec_info=None)
 
 
 class CorpBackend:

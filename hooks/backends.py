@@ -35,12 +35,23 @@ class Listener(Protocol):
         """There will be no more."""
 
 
+class _NoCertificates:
+    """A test that builds graph metadata by hand captures no graph whose inputs could move."""
+
+    def take(self, *_: Any) -> None:
+        """Nothing was captured."""
+
+    def replay(self, *_: Any) -> None:
+        """Nothing is replayed."""
+
+
 class BackendGuard(ServerGuard):
     """Judges every verify launch of the backends of this process. `active` False: looks away."""
 
     def __init__(self, config: Config, listener: Any) -> None:
         super().__init__(config, rank="test", run=f"inprocess-{os.getpid()}")
         self.evidence = listener
+        self.certificates = _NoCertificates()
         self.active = True
         self._why = ""
         self.use(config)

@@ -169,7 +169,7 @@ def test_an_own_backend_is_watched_on_request(suite: pytest.Pytester, run: Any) 
                 ddtree_guard.watch(backend, runner)
                 mode = SimpleNamespace(is_target_verify=lambda: True)
                 batch = SimpleNamespace(forward_mode=mode, req_pool_indices=torch.tensor([1, 2]),
-                                        seq_lens=torch.tensor([5, 6]))
+                                        seq_lens=torch.tensor([5, 6]), spec_info=None)
                 backend.stride = 17
                 backend.init_forward_metadata(batch)
                 assert ddtree_guard.steps_checked == 1
