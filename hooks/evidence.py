@@ -1,8 +1,8 @@
 """Writes a process's evidence (`ddtree_guard.evidence`) from a thread of its own.
 
 The serving thread only appends to a queue. The thread wakes ten times a second, looks at one file
-for a fence, and writes what is new: findings at once, counts at most once a second, or four times
-where somebody sets fences. A fence is answered when no step is in flight, or after two seconds.
+for a fence, and writes what is new: findings at once, counts once a second and when steps have come
+to rest. A fence is answered when no step is in flight, or after two seconds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_guard import render
-from ddtree_guard.config import Config
+from ddtree_guard.config import Config, Mode
 from ddtree_guard.evidence import FENCE, FILE, MAX_BYTES, NOT_ARMED, SCHEMA
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 log = logging.getLogger("ddtree_guard")
-TICK_S, PERIOD_S, FENCED_S = 0.1, 1.0, 0.25
+TICK_S, PERIOD_S = 0.1, 1.0
+SLOWLY = 10  # ticks between two looks for the first fence
 WAIT_S = 2.0  # for steps in flight, before a fence is answered all the same
 QUIET = 2  # ticks without a change before a process counts as quiet
 TEXTS = 8  # findings of a rule that are kept in words, between two fences
@@ -50,6 +51,7 @@ class Evidence:
         self.path = config.dump_dir / run / f"evidence_{safe}_pid{os.getpid()}.jsonl"
         self.fence = config.dump_dir / FENCE
         self.counters = counters or _nothing
+        self._stops = config.mode is Mode.RAISE
         self.found: Counter[str] = Counter()
         self.latent: Counter[str] = Counter()
         self._head = {
@@ -90,7 +92,7 @@ class Evidence:
             self._append([self._state])
 
     def finding(self, finding: Finding, step: Step, dump: Path | None, text: str) -> None:
-        """Count a finding; keep its words if there are few of its rule. Never waits."""
+        """Count a finding; keep its words if there are few of its rule. Waits in mode raise only."""
         (self.latent if finding.latent else self.found)[finding.rule] += 1
         self._texts[finding.rule] += 1
         if self._texts[finding.rule] > TEXTS:
@@ -103,6 +105,8 @@ class Evidence:
             "dump": None if dump is None else str(dump.absolute()),
             "at": _now(), "number": self._number,
         })  # fmt: skip
+        if self._stops and not finding.latent:
+            self.flush()  # mode raise ends this process now
 
     def close(self) -> None:
         """End the thread and write the rest."""
@@ -117,24 +121,31 @@ class Evidence:
     # --- the thread -----------------------------------------------------------------------------
     def _work(self) -> None:
         before: dict[str, Any] = {}
-        quiet, since = 0, 0.0
+        ticks, quiet, since = 0, 0, 0.0
         while not self._stop.wait(TICK_S):
+            ticks += 1
             try:
-                now, token = self._counts(), self._asked()
-                quiet = quiet + 1 if now == before and not self._new and not now["open"] else 0
-                before = now
+                now = self._counts()
+                still = now == before and not self._new
+                quiet, before = (quiet + 1 if still and not now["open"] else 0), now
+                # where nobody has set a fence yet, one is looked for once a second
+                fenced = self._token or ticks % SLOWLY == 0
+                token = self._asked() if fenced else self._token
                 if token != self._token:
                     since = since or time.monotonic()
-                    if quiet >= QUIET or time.monotonic() - since > WAIT_S:
-                        self.flush(token=token)
-                        self._token, since = token, 0.0
-                        continue
-                if self._new or (now != self._written and time.monotonic() >= self._due):
+                if since and (quiet >= QUIET or time.monotonic() - since > WAIT_S):
+                    self.flush(token=token)
+                    self._token, since = token, 0.0
+                elif self._new or self._is_due(now, still):
                     self.flush()
             except Exception:
                 if not self._failed:
                     self._failed = True
                     log.warning("ddtree_guard: the evidence thread failed", exc_info=True)
+
+    def _is_due(self, counts: Mapping[str, Any], still: bool) -> bool:
+        """Whether counts are to be written: now and then, and when steps have come to rest."""
+        return counts != self._written and (still or time.monotonic() >= self._due)
 
     def _asked(self) -> str:
         """The token of the newest fence; empty where nobody sets any."""
@@ -159,7 +170,7 @@ class Evidence:
             self._kept.extend(line for line in lines if line["kind"] == "finding")
             self._append(lines)
             self._written = counts
-            self._due = time.monotonic() + (FENCED_S if self._token or token else PERIOD_S)
+            self._due = time.monotonic() + PERIOD_S
 
     def _counts(self) -> dict[str, Any]:
         return {**self.counters(), "found": dict(self.found), "latent": dict(self.latent)}

@@ -13,6 +13,7 @@ import pytest
 
 from ddtree_guard import config as environment
 from ddtree_guard.errors import Violation
+from ddtree_guard.evidence import FENCE
 from ddtree_guard.pytest_plugin.case import Case, as_json, late
 from ddtree_guard.pytest_plugin.collect import Charge, Collector
 from ddtree_guard.pytest_plugin.local import Local
@@ -47,6 +48,7 @@ class Session:
     def _begin(self) -> None:
         """Before anything is collected: a suite may import backends, or start servers, then."""
         self.settings.folder.mkdir(parents=True, exist_ok=True)
+        (self.settings.folder / FENCE).write_text("session")  # processes look for more of them
         self._use(Wish(self.settings.mode, self.settings.rules))
         self.servers.watch()
         self.local.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,6 +23,7 @@ from ddtree_guard.pytest_plugin.settings import Settings, Wish, expired
 
 SCHEMA = "ddtree-guard-pytest/1"
 NO_STEP = "guard saw no verify step"
+_GPU = re.compile(r"\b(cuda|gpu)", re.IGNORECASE)
 _RAN = ("passed", "failed", "error")
 
 
@@ -108,7 +110,7 @@ class Summary:
         guarded = [r for r in self.runs if r["mode"] != "off" and r["outcome"] in _RAN]
         if not guarded or self.total("steps_checked"):
             return ""
-        if no_gpu() and any("CUDA" in why for why in self.skipped):
+        if no_gpu() and any(_GPU.search(why) for why in self.skipped):
             return ""
         tests = f"{len(guarded)} test{'' if len(guarded) == 1 else 's'}"
         return f"{NO_STEP} in {tests}: {self._why_none()}"
@@ -145,7 +147,7 @@ class Summary:
             words = ", ".join(f"{rule} x{n}" for rule, n in sorted(latent.items()))
             lines.append(f"latent, not read by the kernel: {words}")
         lines += [f"dump: {dump}" for dump in self.dumps()]
-        gpu = [f"{n} skipped: {why}" for why, n in self.skipped.items() if "CUDA" in why]
+        gpu = [f"{n} skipped: {why}" for why, n in self.skipped.items() if _GPU.search(why)]
         lines += gpu if no_gpu() else []
         failure = self.failure()
         if failure:

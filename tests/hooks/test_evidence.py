@@ -31,9 +31,12 @@ Make = Callable[..., tuple[Evidence, dict[str, Any]]]
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Evidence] = []
 
-    def start(begin: bool = True) -> tuple[Evidence, dict[str, Any]]:
+    def start(begin: bool = True, mode: Mode = Mode.LOG) -> tuple[Evidence, dict[str, Any]]:
         counts = dict(COUNTS)
-        config = Config(mode=Mode.LOG, dump_dir=tmp_path / "dumps")
+        config = Config(mode=mode, dump_dir=tmp_path / "dumps")
+        config.dump_dir.mkdir(exist_ok=True)
+        if not (config.dump_dir / FENCE).exists():
+            (config.dump_dir / FENCE).write_text("session")
         made.append(Evidence(config, "run-7", "TP0_DP1", "0.5.16", lambda: dict(counts)))
         return (made[-1].begin() if begin else made[-1]), counts
 
@@ -115,10 +118,33 @@ def test_a_fence_is_answered_although_a_step_stays_open(
 
 
 def test_a_fence_of_before_is_not_answered(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "dumps").mkdir()
+    (tmp_path / "dumps").mkdir(exist_ok=True)
     (tmp_path / "dumps" / FENCE).write_text("old")
     evidence, _ = make()
     assert list(fenced(evidence, "new").fences) == ["new"]
+
+
+def test_counts_are_written_when_steps_come_to_rest(make: Make) -> None:
+    evidence, counts = make()
+    counts |= {"steps": 1, "verify_steps": 1, "steps_checked": 1}
+    until(lambda: read_process(evidence.path).verify_steps == 1)
+    begin = time.monotonic()
+    counts |= {"steps": 2, "verify_steps": 2, "steps_checked": 2}
+    until(lambda: read_process(evidence.path).verify_steps == 2)
+    assert time.monotonic() - begin < 10 * module.PERIOD_S
+
+
+def test_the_first_fence_of_a_server_without_any_is_seen(make: Make) -> None:
+    evidence, _ = make(begin=False)
+    evidence.fence.unlink()
+    evidence.begin()
+    assert "token" in fenced(evidence).fences
+
+
+def test_mode_raise_writes_before_the_server_stops(make: Make) -> None:
+    evidence, _ = make(begin=False, mode=Mode.RAISE)
+    find(evidence)
+    assert [hit.rule for hit in read_process(evidence.path).hits] == ["W3"]
 
 
 def test_a_storm_keeps_the_first_words_and_every_count(make: Make) -> None:
