@@ -92,7 +92,7 @@ class Evidence:
             self._append([self._state])
 
     def finding(self, finding: Finding, step: Step, dump: Path | None, text: str) -> None:
-        """Count a finding; keep its words if there are few of its rule. Waits in mode raise only."""
+        """Count a finding; keep its words if they are few of its rule. Waits in mode raise only."""
         (self.latent if finding.latent else self.found)[finding.rule] += 1
         self._texts[finding.rule] += 1
         if self._texts[finding.rule] > TEXTS:

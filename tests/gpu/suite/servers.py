@@ -144,7 +144,9 @@ def engine(options: dict[str, Any]) -> None:
 
 
 EAGER: dict[str, Any] = {"disable_cuda_graph": True}
-GRAPHS: dict[str, Any] = {"cuda_graph_bs_decode": [1, 4, 8], "disable_prefill_cuda_graph": True}
+GRAPHS: dict[str, Any] = {
+    "cuda_graph_bs_decode": [1, 2, 3, 4, 8], "disable_prefill_cuda_graph": True
+}  # fmt: skip
 NGRAM: dict[str, Any] = {
     "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16
 }  # fmt: skip
