@@ -171,27 +171,35 @@ class Session:
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, Any, Any]:
         """What is found after the test: told at once if it is its own, else at class end."""
-        result = yield
-        if self._case is None:
-            return result
-        news = self.collector.news()
-        if not self._case.wish.on:
-            return result
-        mine = [c for c in news.charges if c.cause == item.nodeid and not c.hit.latent]
-        self._class += [c for c in news.charges if c not in mine and not c.hit.latent]
-        self._case.news.verify_steps += news.verify_steps
-        self._case.news.steps_checked += news.steps_checked
-        told = [late(mine, "this test")] if mine else []
-        ends = nextitem is None or _scope(nextitem) is not _scope(item)
-        self._class = [c for c in self._class if not c.hit.latent]
-        if ends and self._class:
-            told.append(late(self._class, _scope(item).nodeid))
-        self._late = [as_json(c) for c in [*mine, *(self._class if ends else [])]]
-        if ends:
-            self._class = []
+        failure: Exception | None = None
+        result = None
+        try:
+            result = yield
+        except Exception as error:
+            failure = error
+        told = self._after(item, nextitem) if self._case is not None else []
+        if failure is not None:
+            if told:
+                item.add_report_section("teardown", SECTION, _text(told))
+            raise failure
         if told:
             raise pytest.fail.Exception(_text(told), pytrace=False)
         return result
+
+    def _after(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[str]:
+        """What was found since the test's own window, and, where its class ends, for the class."""
+        news, case = self.collector.news(), self.case()
+        found = [c for c in news.charges if not c.hit.latent] if case.wish.on else []
+        mine = [c for c in found if c.cause == item.nodeid]
+        self._class += [c for c in found if c not in mine]
+        told = [late(mine, "this test")] if mine else []
+        self._late = [as_json(c) for c in mine]
+        if nextitem is None or _scope(nextitem) is not _scope(item):
+            ended = [c for c in self._class if not c.hit.latent]
+            told += [late(ended, _scope(item).nodeid)] if ended else []
+            self._late += [as_json(c) for c in ended]
+            self._class = []
+        return told
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(

@@ -94,6 +94,47 @@ def test_a_late_finding_is_charged_to_the_class_and_names_its_test(
     assert (found["test_2"]["outcome"], found["test_3"]["outcome"]) == ("error", "passed")
 
 
+def test_what_a_class_does_at_its_end_is_charged_to_it(
+    suite: pytest.Pytester, report: Report, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite.makepyfile(
+        test_servers="""
+        import time
+        import unittest
+        import pytest
+        from helper import Server
+
+        class TestOne(unittest.TestCase):
+            @classmethod
+            def setUpClass(cls):
+                cls.server = Server().ask("arm")
+            @classmethod
+            def tearDownClass(cls):
+                cls.server.ask("step 1", "find W3")
+                time.sleep(0.5)
+                cls.server.stop()
+                raise RuntimeError("its own teardown fails too")
+            def test_1(self):
+                self.server.ask("step 1")
+            @pytest.mark.ddtree_guard(mode="off")
+            def test_2(self):
+                self.server.ask("step 1")
+            def test_3(self):
+                self.server.ask("step 1")
+
+        def test_4(): pass
+    """
+    )
+    found = by_name(report())
+    outcomes = [found[f"test_{n}"]["outcome"] for n in (1, 2, 3, 4)]
+    assert outcomes == ["passed", "passed", "error", "passed"]
+    (late,) = found["test_3"]["late"]
+    assert (late["rule"], late["cause"]) == ("W3", None)
+    text = capsys.readouterr().out
+    assert "its own teardown fails too" in text
+    assert "charged to test_servers.py::TestOne: 1 finding, of no test in particular" in text
+
+
 NOT_ARMED = {
     "refused": ('Server().ask("refuse site build is not hooked")', "site build is not hooked"),
     "one_rank": (
