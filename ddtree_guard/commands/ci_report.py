@@ -178,7 +178,9 @@ def summary(verdict: Verdict) -> str:
     if verdict.unchecked:
         words += f"; ran unchecked: {_counts(verdict.unchecked)}"
     if verdict.found:
-        return f"{words}; {sum(verdict.found.values())} findings ({_counts(verdict.found)})"
+        total = sum(verdict.found.values())
+        noun = "finding" if total == 1 else "findings"
+        return f"{words}; {total} {noun} ({_counts(verdict.found)})"
     return f"{words}; " + ("so nothing is known" if verdict.not_guarded else "clean")
 
 
