@@ -112,6 +112,16 @@ def _more_on_dumps(commands: argparse._SubParsersAction[_Parser]) -> None:
     bundle.add_argument("dump", metavar="DUMP", help="the dump folder")
     bundle.add_argument("-o", "--out", metavar="FILE", help="default: the dump's name with .zip")
 
+    ci = _command(
+        commands, "ci-report", "commands.ci_report", "verdict on a suite that ran without pytest"
+    )
+    ci.add_argument("dir", metavar="DIR", help="SGLANG_DDTREE_GUARD_DUMP_DIR of the suite")
+    ci.add_argument("--junit", metavar="FILE", help="write JUnit XML")
+    ci.add_argument(
+        "--github", action="store_true", help="annotations, also where GITHUB_ACTIONS is not set"
+    )
+    ci.add_argument("--since", metavar="TIME", help="leave out what ended before (`date +%%s`)")
+
     dump = _command(commands, "dump", "commands.ask", "ask a running scheduler for a dump")
     dump.add_argument("--pid", type=int, required=True, help="its process id")
 

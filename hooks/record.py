@@ -57,12 +57,15 @@ class Record:
 
 @dataclass(slots=True)
 class Coverage:
-    """Counters of one process. `skipped` counts the reasons why verify steps were not checked."""
+    """Counters of one process. `skipped` counts the reasons why verify steps were not checked;
+    `settled` the steps about which everything was said.
+    """
 
     verify_steps: int = 0
     steps_checked: int = 0
     findings: int = 0
     latent: int = 0
+    settled: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
     @property

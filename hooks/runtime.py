@@ -84,6 +84,7 @@ class ServerGuard:
         self.taints = Taints()
         self.coverage = Coverage()
         self.writer = DumpWriter(run, config)
+        self.evidence: Any = None  # `evidence.Evidence`: hears of every finding
         self.current: Record | None = None
         self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -116,6 +117,8 @@ class ServerGuard:
             kept += self._reports.pop().restore()
         self.hooks.clear()
         self.journal.flush()
+        if self.evidence is not None:
+            self.evidence.close()
         return tuple(kept)
 
     @contextmanager
@@ -143,6 +146,11 @@ class ServerGuard:
     def backends(self) -> list[tuple[Any, Any]]:
         """(runner, backend) of every backend that is alive, oldest first."""
         return [(runner, backend) for backend, runner in self._runners.items()]
+
+    @property
+    def begun(self) -> int:
+        """Verify steps that the worker has begun; the id of the newest."""
+        return self._steps
 
     # --- one step -------------------------------------------------------------------------------
     @site("begin")
@@ -288,6 +296,12 @@ class ServerGuard:
 
     # --- what is done about it ------------------------------------------------------------------
     def _settle(self, record: Record, tokens_left: bool | None) -> None:
+        try:
+            self._settle_now(record, tokens_left)
+        finally:
+            self.coverage.settled += 1
+
+    def _settle_now(self, record: Record, tokens_left: bool | None) -> None:
         for late, bad in self.shadow.late():
             self._apply(late, bad, tokens_left=True)
         known = self.shadow.compared
@@ -348,7 +362,10 @@ class ServerGuard:
             self.metrics.add("dumps_total" if dump else "dumps_failed_total")
         if not finding.latent or self.journal.is_new(finding.rule):
             self.journal.write(finding, step, dump)
-        return render.block(finding, step, dump)
+        text = render.block(finding, step, dump)
+        if self.evidence is not None:
+            self.evidence.finding(finding, step, dump, text)
+        return text
 
     def _taint(self, record: Record, finding: Finding) -> None:
         if record.step is None or record.step.layout.prefix_lens is None:
