@@ -1,4 +1,4 @@
-"""SGLang's serve arguments, read by SGLang's own parser and resolved by its own code, without a GPU.
+"""Serve arguments, read by SGLang's own parser and resolved by its own code, without a GPU.
 
 Run in a process of its own: resolving sets environment variables, prints, and may end the process.
 No weights are loaded and nothing is downloaded.
@@ -42,7 +42,8 @@ class Parsed:
 
 def serve_arguments(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """(arguments, environment) of a pasted command: `A=1 python -m sglang.launch_server --x`."""
-    rest, env = list(words), {}
+    rest = list(words)
+    env: dict[str, str] = {}
     start = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
     if not any("sglang" in word or _ASSIGNMENT.fullmatch(word) for word in rest[:start]):
         return rest, env

@@ -61,9 +61,7 @@ def inspect_hooks(runs_ddtree: bool = True) -> tuple[Seen, ...]:
     found += [_site("guard", hook) for hook in sites.scheduler_hooks(guard)]
     found += [_site("guard", hook) for hook in _backend_hooks(guard)]
     found += [_worker(name, targets) for name, targets in _WORKERS.items()]
-    found += [
-        _site("corrected backend", Hook("registry", (backend.registry_patch(Backend.AUTO),)))
-    ]
+    found += [_site("corrected backend", Hook("registry", (backend.registry_patch(Backend.AUTO),)))]
     if runs_ddtree:
         for site, patches in (("arguments", algorithm.ARGUMENTS), ("server", algorithm.SERVER)):
             found += [_site("DDTREE", Hook(site, (patch,))) for patch in patches]
@@ -76,7 +74,7 @@ def _backend_hooks(guard: ServerGuard) -> tuple[Hook, ...]:
 
 
 def _worker(name: str, targets: Iterable[str]) -> Seen:
-    """An algorithm's worker: its step is inherited in some releases, so any of the bases will do."""
+    """An algorithm's worker, under the names that it has in different releases."""
     patches = tuple(
         Patch(f"{_SPEC}.{target}.{_STEP}", _WHY, _unused, ("self",)) for target in targets
     )
@@ -204,8 +202,8 @@ def _registered(tree: ast.Module, key: str) -> Iterator[ast.AST]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             for decorator in node.decorator_list:
-                named = isinstance(decorator, ast.Call) and decorator.args
-                if named and getattr(decorator.args[0], "value", None) == key:
+                words = decorator.args if isinstance(decorator, ast.Call) else []
+                if words and getattr(words[0], "value", None) == key:
                     yield node
 
 

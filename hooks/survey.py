@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import ddtree_guard
-from ddtree_guard.config import Config, export, setting
+from ddtree_guard.config import Config, TreeConfig, export, setting
 from ddtree_guard.doctor.deployment import FIELDS
 from ddtree_guard.errors import GuardError, IncompatibleError
 from ddtree_guard.hooks import arguments, boot, plugin
@@ -130,6 +130,7 @@ def _plugin() -> dict[str, Any]:
     }
     try:
         config = Config.from_env()
+        values["incident"] = TreeConfig.from_env().incident
         values |= {"mode": config.mode.value, "backend": config.backend.value}
         values["warnings"] = list(config.warnings)
     except GuardError as error:

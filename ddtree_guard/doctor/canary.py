@@ -21,7 +21,7 @@ APART = 0.15  # share of prefixes whose next token differs, above which it is no
 ENOUGH = 8  # tokens below which an output says nothing
 PROMPTS = (
     "The Zen of Python, by Tim Peters\n\nBeautiful is better than",
-    "def fibonacci(n):\n    \"\"\"Return the n-th Fibonacci number.\"\"\"\n",
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
     "Once upon a time, in a small village at the foot of a mountain, there lived",
     "The first ten prime numbers, each on a line of its own, are:\n2\n3\n5\n",
 )
@@ -130,7 +130,8 @@ def _generate(client: Client, prompts: Sequence[Any], count: int) -> list[Output
 
 
 def _output(answer: dict[str, Any]) -> Output:
-    ids, text = answer.get("output_ids"), answer.get("text")
+    ids: Any = answer.get("output_ids")
+    text = answer.get("text")
     meta = answer.get("meta_info")
     reason = meta.get("finish_reason") if isinstance(meta, dict) else None
     finish = reason.get("type") if isinstance(reason, dict) else reason
@@ -217,5 +218,5 @@ def _judge(judged: Judgement) -> None:
         judged.why.append(f"{len(replaced)} of {len(enough)} outputs hold replacement characters")
     if differ:
         judged.why.append(
-            f"{len(differ)} of {len(enough)} prompts are answered differently alone and among others"
+            f"{len(differ)} of {len(enough)} prompts are answered otherwise alone than among others"
         )

@@ -62,7 +62,9 @@ def address_of(url: str) -> Address:
 class Client:
     """Asks one server. `timeout_s` bounds each request as a whole."""
 
-    def __init__(self, address: Address, api_key: str | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, address: Address, api_key: str | None = None, timeout_s: float = 60.0
+    ) -> None:
         self.address = address
         self.timeout_s = timeout_s
         self._headers = {"Accept": "application/json", "User-Agent": "ddtree-guard-doctor"}
@@ -137,7 +139,8 @@ class Client:
         return http.client.HTTPConnection(where.host, where.port, timeout=self.timeout_s)
 
     def _read(self, connection: Any, answer: Any, end: float, path: str) -> bytes:
-        parts, size = [], 0
+        parts: list[bytes] = []
+        size = 0
         while size <= MOST:
             left = end - time.monotonic()
             if left <= 0:
@@ -163,7 +166,9 @@ class Client:
     def _json(self, path: str, status: int, kind: str, data: bytes) -> Any:
         where = f"{self.address.text}{path}"
         if status in (401, 403):
-            raise NoAnswer(f"{where} wants a key (HTTP {status}); pass the server's with --api-key.")
+            raise NoAnswer(
+                f"{where} wants a key (HTTP {status}); pass the server's with --api-key."
+            )
         if 300 <= status < 400:
             raise NoAnswer(f"{where} redirects (HTTP {status}); give the server's own address.")
         try:

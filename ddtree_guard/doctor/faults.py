@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from ddtree_guard.doctor.deployment import Deployment
 from ddtree_guard.hooks.contracts import row_of
@@ -61,7 +62,7 @@ def table() -> tuple[Fault, ...]:
     return tuple(Fault(**{k: _tuple(v) for k, v in row.items()}) for row in json.loads(text))
 
 
-def _tuple(value: object) -> object:
+def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 

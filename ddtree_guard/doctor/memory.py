@@ -28,7 +28,9 @@ def verify_memory(d: Deployment, facts: Facts | None) -> Memory | None:
     """The buffers of a deployment, or None where nothing is captured or a size is not known."""
     if facts is None or not d.graphs or None in (d.lanes, d.w, d.context, d.declared):
         return None
-    assert d.lanes and d.w and d.context and d.declared
+    assert d.lanes is not None
+    assert d.w is not None
+    assert d.context is not None
     heads, dim = d.heads_per_rank, d.model.head_dim
     known = heads is not None and dim is not None
     return Memory(
@@ -36,16 +38,16 @@ def verify_memory(d: Deployment, facts: Facts | None) -> Memory | None:
         w=d.w,
         context=d.context,
         stock=_stock(d, facts, heads or 0, dim or 0),
-        corrected=verify_buffer_bytes(
-            d.lanes, d.w, d.context, heads or 0, dim or 0, d.kv_splits
-        ),
+        corrected=verify_buffer_bytes(d.lanes, d.w, d.context, heads or 0, dim or 0, d.kv_splits),
         logits_known=known,
     )
 
 
 def _stock(d: Deployment, facts: Facts, heads: int, dim: int) -> VerifyBytes:
     """Stock sizes everything by draft row: `lanes * D` of them."""
-    assert d.lanes and d.context and d.declared
+    assert d.lanes is not None
+    assert d.context is not None
+    assert d.declared is not None
     rows = d.lanes * d.declared
     logits = rows * heads * d.kv_splits * (dim + 1) * 4
     mask = d.lanes * facts.mask_cells(d.declared, d.context)
