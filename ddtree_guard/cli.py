@@ -139,6 +139,9 @@ def _more_on_dumps(commands: argparse._SubParsersAction[_Parser]) -> None:
     bundle = _command(commands, "bundle", "commands.bundle", "a dump made safe for a public issue")
     bundle.add_argument("dump", metavar="DUMP", help="the dump folder")
     bundle.add_argument("-o", "--out", metavar="FILE", help="default: the dump's name with .zip")
+    bundle.add_argument(
+        "--doctor", action="store_true", help="add what `doctor` says of this environment"
+    )
 
     dump = _command(commands, "dump", "commands.ask", "ask a running scheduler for a dump")
     dump.add_argument("--pid", type=int, required=True, help="its process id")

@@ -6,11 +6,12 @@ read within one deadline, however slowly they come.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
 import ssl
-import time
+import threading
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,6 +68,7 @@ class Client:
     ) -> None:
         self.address = address
         self.timeout_s = timeout_s
+        self._sockets: dict[Any, Any] = {}  # http.client forgets its socket before the body ends
         self._headers = {"Accept": "application/json", "User-Agent": "ddtree-guard-doctor"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -79,25 +81,35 @@ class Client:
         """The JSON answer to JSON. Raises NoAnswer."""
         return self._json(path, *self._ask("POST", path, json.dumps(body).encode()))
 
-    def text(self, path: str) -> str | None:
-        """The text at a path, or None where there is none. Never raises NoAnswer."""
+    def text(self, path: str, timeout_s: float = 5.0) -> str | None:
+        """The text at a path, or None where there is none soon. Never raises NoAnswer."""
         try:
-            status, _, data = self._ask("GET", path, None)
+            status, _, data = self._ask("GET", path, None, min(timeout_s, self.timeout_s))
         except NoAnswer:
             return None
         return data.decode(errors="replace") if status == 200 else None
 
-    def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
-        """(status, content type, body)."""
-        where, end = self.address, time.monotonic() + self.timeout_s
-        connection = self._connection()
+    def _ask(
+        self, method: str, path: str, body: bytes | None, timeout_s: float | None = None
+    ) -> tuple[int, str, bytes]:
+        """(status, content type, body). A timer ends a request whose bytes come one by one."""
+        where, seconds = self.address, timeout_s or self.timeout_s
+        connection = self._connection(seconds)
         headers = dict(self._headers)
         if body is not None:
             headers["Content-Type"] = "application/json"
+        late = threading.Event()
+        timer = threading.Timer(seconds, self._give_up, (connection, late))
+        timer.daemon = True
+        timer.start()
         try:
+            connection.connect()
+            self._sockets[connection] = connection.sock
             connection.request(method, where.base + path, body, headers)
             answer = connection.getresponse()
-            data = self._read(connection, answer, end, path)
+            data = self._read(answer, path)
+            if late.is_set():  # what came before the timer may look whole
+                raise self._silent(path)
             return answer.status, answer.getheader("Content-Type") or "", data
         except NoAnswer:
             raise
@@ -122,31 +134,37 @@ class Client:
                 "that its --port?"
             ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
+            if late.is_set():
+                raise self._silent(path) from None
             why = f"{type(error).__name__}: {str(error)[:200]}"
             raise NoAnswer(
                 f"{where.text}{path} gave no HTTP answer ({why}); is that an SGLang server's port?"
             ) from None
         finally:
+            timer.cancel()
+            self._sockets.pop(connection, None)
             connection.close()
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _give_up(self, connection: Any, late: threading.Event) -> None:
+        late.set()
+        sock = self._sockets.get(connection)
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _connection(self, seconds: float) -> http.client.HTTPConnection:
         where = self.address
         if where.scheme == "https":
             context = ssl.create_default_context()
             return http.client.HTTPSConnection(
-                where.host, where.port, timeout=self.timeout_s, context=context
+                where.host, where.port, timeout=seconds, context=context
             )
-        return http.client.HTTPConnection(where.host, where.port, timeout=self.timeout_s)
+        return http.client.HTTPConnection(where.host, where.port, timeout=seconds)
 
-    def _read(self, connection: Any, answer: Any, end: float, path: str) -> bytes:
+    def _read(self, answer: Any, path: str) -> bytes:
         parts: list[bytes] = []
         size = 0
         while size <= MOST:
-            left = end - time.monotonic()
-            if left <= 0:
-                raise self._silent(path)
-            if connection.sock is not None:
-                connection.sock.settimeout(left)
             part = answer.read1(_CHUNK)
             if not part:
                 return b"".join(parts)

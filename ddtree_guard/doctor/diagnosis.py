@@ -17,7 +17,7 @@ from ddtree_guard.doctor.deployment import Deployment
 from ddtree_guard.doctor.faults import Match
 from ddtree_guard.doctor.memory import Memory
 from ddtree_guard.doctor.predict import Prediction
-from ddtree_guard.hooks.boot import PLUGIN
+from ddtree_guard.hooks.boot import PLUGIN, excluded_line
 from ddtree_guard.hooks.facts import SUPPORTED, Facts
 
 FINE, WRONG, USAGE, ENVIRONMENT = 0, 1, 2, 3
@@ -52,6 +52,7 @@ class Diagnosis:
     refused: str = ""
     refusal_code: int = 0
     canary: Judgement | None = None
+    silent: str = ""  # why a running server gave no output to judge
     armed_there: str = ""
     notes: list[str] = field(default_factory=list)
     not_checked: list[tuple[str, str]] = field(default_factory=list)
@@ -93,7 +94,9 @@ class Diagnosis:
         """What must be known before this deployment can be called right; empty where all is."""
         made = self.deployment
         if made is None or not made.algorithm:
-            return ""
+            return self.silent
+        if self.silent:
+            return self.silent
         if self.canary is not None and self.canary.garbled is False:
             return ""
         if made.w is None:
@@ -102,6 +105,8 @@ class Diagnosis:
             return "attention backend"
         if self.uses == "unknown":
             return "its backend's kind, and no output was judged"
+        if made.varies:  # DDTREE of this package refuses at start what it cannot serve
+            return ""
         open_ = [m for m in self.known_here if not m.sure and m.fault.effect.startswith("wrong")]
         names = {name for match in open_ for name in match.open if not name.startswith("release")}
         return ", ".join(sorted(names))
@@ -123,7 +128,7 @@ def troubles(survey: Mapping[str, Any]) -> list[Trouble]:
         listed = plugin["excluded_by"]
         found.append(
             Trouble(
-                f"SGLang drops the plugin: SGLANG_PLUGINS={listed} does not list it",
+                excluded_line(listed),
                 f"SGLANG_PLUGINS={listed},{PLUGIN}",
             )
         )
@@ -178,6 +183,8 @@ def _fine(d: Diagnosis) -> tuple[str, str]:
             return "READY, AND OFF: a server started here is not checked", f"{PREFIX}=log"
         return f"READY: a server started here with a tree is guarded in mode {mode}", ""
     made = d.deployment
+    if d.silent:
+        return f"UNDECIDED: no output to judge: {d.silent}", ""
     if made is None or not made.algorithm:
         return "NOTHING TO VERIFY: no speculative algorithm is configured", ""
     if d.undecided:

@@ -46,6 +46,7 @@ def document(d: Diagnosis) -> dict[str, Any]:
         "memory": _memory(d.memory),
         "refused": d.refused or None,
         "canaries": _canaries(d),
+        "silent": d.silent or None,
         "armed_there": d.armed_there or None,
         "not_checked": [{"what": what, "why": why} for what, why in d.not_checked],
     }

@@ -212,7 +212,12 @@ def _look_for_guard(d: Diagnosis, client: Client) -> None:
 
 
 def _sing(d: Diagnosis, client: Client, ids_only: bool) -> None:
-    d.canary = canary.sing(client, ids_only)
+    try:
+        d.canary = canary.sing(client, ids_only)
+    except NoAnswer as error:
+        d.silent = str(error).rstrip(".")
+        d.not_checked.append(("its output", d.silent))
+        return
     for text in d.canary.not_judged:
         what, _, why = text.partition(": ")
         d.not_checked.append((what, why))
