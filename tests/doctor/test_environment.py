@@ -92,7 +92,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
                      "READY", ""),
     "old": ({"sglang__why": "expected SGLang >=0.5.12,<0.6, found 0.5.9"}, 3, "found 0.5.9",
             ">=0.5.12,<0.6"),
-    "crash": ({"ended": "importing SGLang: killed by signal 11"}, 3, "killed by signal 11", "repair"),
+    "crash": ({"ended": "importing SGLang: killed by signal 11"}, 3, "by signal 11", "repair"),
     "none": ({"sglang__installed": False}, 3, "SGLang is not installed here", "where the server"),
 }  # fmt: skip
 
