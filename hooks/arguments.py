@@ -93,6 +93,8 @@ def _read(module: Any, words: list[str]) -> tuple[Any, str]:
                 words = _merged(parser, words)
             return parser.parse_args(words), ""
     except (SystemExit, Exception) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return None, "--help or the like among them prints and ends; leave it out"
         lines = [line for line in said.getvalue().splitlines() if ": error: " in line]
         return None, lines[-1].partition(": error: ")[2] if lines else f"{error}"
 

@@ -78,14 +78,14 @@ def _environment() -> dict[str, Any]:
 
 
 def _gpu() -> str:
-    """The first GPU's name, or why there is none."""
+    """How many GPUs there are, or why none. No name: asking for one would take memory there."""
     if importlib.util.find_spec("torch") is None:
         return "none: torch is not installed"
     try:
-        torch = importlib.import_module("torch")
-        return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else "none"
+        count = importlib.import_module("torch").cuda.device_count()
     except Exception as error:
         return f"none: {type(error).__name__}: {error}"
+    return f"{count} that torch sees" if count else "none"
 
 
 def _sglang() -> dict[str, Any]:

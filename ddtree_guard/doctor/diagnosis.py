@@ -19,6 +19,7 @@ from ddtree_guard.doctor.memory import Memory
 from ddtree_guard.doctor.predict import Prediction
 from ddtree_guard.hooks.boot import PLUGIN, excluded_line
 from ddtree_guard.hooks.facts import SUPPORTED, Facts
+from ddtree_guard.runbook import advice_on
 
 FINE, WRONG, USAGE, ENVIRONMENT = 0, 1, 2, 3
 BARE, ARGUMENTS, URL = "bare", "arguments", "url"
@@ -252,8 +253,8 @@ def change(d: Diagnosis) -> str:
         return wrong[0].fault.change
     if "CFG4" in rules and made is not None and made.topk == 1 and made.steps:
         return f"--speculative-num-draft-tokens {made.steps + 1}"
-    if rules:
-        return f"`ddtree-guard explain {sorted(rules)[0]}` says what it follows from"
+    if seen is not None and seen.rules:
+        return advice_on(seen.rules[0]).cures[0].value.partition(".")[0]
     return "drop --speculative-algorithm until the cause is known"
 
 

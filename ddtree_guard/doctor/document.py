@@ -80,6 +80,7 @@ def _prediction(seen: Prediction | None) -> dict[str, Any] | None:
         "wrong": seen.wrong,
         "findings": [as_json(finding, step) for step, finding in seen.findings],
         "rules_checked": list(seen.checked),
+        "rules_exempt": dict(seen.exempt),
         "rules_not_checked": {entry.rule: entry.why for entry in seen.not_checked},
     }
 

@@ -7,6 +7,7 @@ its width; whether they are right is for the rules to say. Needs no GPU and no S
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ class Prediction:
     findings: tuple[tuple[Step, Finding], ...]
     checked: tuple[str, ...]
     not_checked: tuple[NotChecked, ...]
+    exempt: Mapping[str, str]  # rules that this algorithm and backend leave nothing to judge, why
 
     @property
     def wrong(self) -> bool:
@@ -64,6 +66,7 @@ def predict(
         tuple(findings.values()),
         tuple(rule.id for rule in guard.rules if rule.id in checked),
         _skipped([report for _, report in reports], checked),
+        dict(steps[-1].contract.not_checked) if steps else {},
     )
 
 

@@ -170,6 +170,8 @@ def _configuration(d: Diagnosis) -> Iterator[Row]:
     for seen in (d.stock, d.corrected):
         if seen is not None:
             yield from _prediction(seen, d)
+    if d.stock is not None:
+        yield from _exempt(d.stock)
     if d.refused:
         yield "REFUSED", d.refused
     yield from _memory(d.memory, made)
@@ -217,6 +219,15 @@ def _rule(step: Step, finding: Finding, made: Deployment) -> str:
     smaller = step.bs and made.w is not None and step.w < made.w
     whose = f" (a request with budget {step.w - 1})" if smaller else ""
     return f"{finding.rule} {finding.name}{whose}: {finding.equation}"
+
+
+def _exempt(seen: Prediction) -> Iterator[Row]:
+    """Rules that a guard on this server would not check either, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for rule, why in sorted(seen.exempt.items()):
+        reasons.setdefault(why, []).append(rule)
+    for why, rules in reasons.items():
+        yield "exempt", f"{', '.join(rules)}: {why}"
 
 
 def _memory(memory: Memory | None, made: Deployment) -> Iterator[Row]:

@@ -85,6 +85,14 @@ def test_a_fork_is_wrong_by_its_configuration_even_with_clean_canaries(
     assert found["known_faults"][0]["id"] == "verify-width-from-server-argument"
 
 
+def test_what_no_guard_would_check_there_is_said_with_the_reason(run: Run, fork: Info) -> None:
+    with serving({**fork, "attention_backend": "fa3"}) as server:
+        _, out, _ = run("--url", server.url)
+    said = " ".join(out.split())
+    assert "W1, W2, W3" in said
+    assert "fa3 keeps its offsets in a plan that this version does not read" in said
+
+
 def test_the_same_fork_at_budget_7_is_right(run: Run, fork: Info) -> None:
     code, found, _ = asked(run, {**fork, "speculative_ddtree_budget": 7})
     assert code == 0
