@@ -69,5 +69,11 @@ def test_between_the_releases_that_were_read_nothing_is_claimed() -> None:
     assert match.open == ("release 0.5.14",)
 
 
+def test_where_the_fix_was_seen_the_fault_is_not_even_possible() -> None:
+    for release, there in (("0.5.12", True), ("0.5.16", False), ("0.5.23", False)):
+        d = Deployment(release, "EAGLE", "triton", w=8, declared=8, topk=4, graphs=True)
+        assert ("draft-extend-stride" in [m.fault.id for m in matches(d)]) is there
+
+
 def test_a_server_without_speculation_has_no_fault() -> None:
     assert matches(Deployment("0.5.16")) == ()

@@ -176,6 +176,28 @@ def test_values_of_a_stranger_never_break_the_reader(make: Make, name: str, valu
     assert d.unknown
 
 
+@pytest.mark.parametrize(
+    ("changes", "lanes"),
+    [
+        ({}, 32), ({"max_running_requests": 20}, 20), ({"cuda_graph_config": None}, None),
+        ({"cuda_graph_config": {"decode": {"backend": "full", "max_bs": 64}}}, 48),
+        ({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 64}}}, None),
+        ({"cuda_graph_config": None, "cuda_graph_bs": [1, 4, 24]}, 24),
+        ({"cuda_graph_config": None, "cuda_graph_max_bs": 12}, 12),
+        ({"disable_cuda_graph": True}, None),
+    ],
+)  # fmt: skip
+def test_the_largest_captured_batch(make: Make, changes: dict[str, Any], lanes: int | None) -> None:
+    assert make(**changes).lanes == lanes
+
+
+def test_the_backend_that_verifies(make: Make) -> None:
+    both = {"prefill_attention_backend": "fa3", "decode_attention_backend": "triton"}
+    assert make(**both).backend == "fa3"
+    assert make(**both, speculative_attention_mode="decode").backend == "triton"
+    assert make(prefill_attention_backend="flashinfer").backend == "flashinfer"
+
+
 def test_models() -> None:
     text = {"num_attention_heads": 8, "hidden_size": 1024, "max_position_embeddings": 4096}
     assert model_of(text).head_dim == 128
