@@ -187,7 +187,8 @@ def _fine(d: Diagnosis) -> tuple[str, str]:
     if d.silent:
         return f"UNDECIDED: no output to judge: {d.silent}", ""
     if made is None or not made.algorithm:
-        return "NOTHING TO VERIFY: no speculative algorithm is configured", ""
+        clean = "; the canaries are clean" if d.canary is not None and d.canary.canaries else ""
+        return f"NOTHING TO VERIFY: no speculative algorithm is configured{clean}", ""
     if d.undecided:
         return f"UNDECIDED: not known: {d.undecided}", _decide(d.undecided)
     judged = d.canary is not None and d.canary.garbled is False
@@ -245,6 +246,8 @@ def _cause(d: Diagnosis) -> str:
 def change(d: Diagnosis) -> str:
     """The one change that makes this deployment right."""
     made, seen = d.deployment, d.corrected if d.uses == "corrected" else d.stock
+    if made is not None and not made.algorithm:
+        return "no draft is configured: look at the model, its quantization and its KV cache"
     rules = set() if seen is None else set(seen.rules)
     if made is not None and (rules & _WIDTH_RULES or (d.garbled and made.ddtree)):
         return _width_change(d, made)

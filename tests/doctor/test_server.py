@@ -115,6 +115,12 @@ def test_a_server_without_speculation(run: Run, info: Info) -> None:
     assert found["verdict"].startswith("NOTHING TO VERIFY")
 
 
+def test_a_garbled_server_without_speculation_has_another_cause(run: Run, info: Info) -> None:
+    code, found, _ = asked(run, {**info, **PLAIN}, "garbled")
+    assert code == 1
+    assert found["change"].startswith("no draft is configured")
+
+
 def test_an_older_server_answers_at_the_old_path(run: Run, info: Info) -> None:
     code, _, _ = asked(run, info, info_paths=("/get_server_info",))
     assert code == 0
