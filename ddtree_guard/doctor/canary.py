@@ -195,6 +195,9 @@ def _replaced(text: str) -> int:
 def _judge(judged: Judgement) -> None:
     """The oracle decides where it could be asked; the looks decide only where it could not."""
     found = judged.canaries
+    aborted = sum(c.among.finish == "abort" for c in found)
+    if aborted:
+        judged.not_judged.append(f"{aborted} of {len(found)} prompts: the server aborted them")
     enough = [c for c in found if max(len(c.alone.ids), len(c.alone.text) // 4) >= ENOUGH]
     if not enough:
         judged.not_judged.append("the outputs: each is shorter than 8 tokens")

@@ -28,6 +28,8 @@ FIELDS = (
     "skip_tokenizer_init", "disable_radix_cache", "grammar_backend", BUDGET, VARIES,
 )  # fmt: skip
 MOST = 1 << 31
+MOST_ROWS = 1 << 13  # rows of a request, as in `checks.common.MAX_WIDTH`
+MOST_LANES = 1 << 14  # requests of a batch: a stranger's number must not become an array
 _BLOCK = ("DFLASH", "DSPARK", ALGORITHM)
 
 
@@ -94,11 +96,11 @@ def deployment_of(
     read = _Reader(values)
     algorithm = read.word("speculative_algorithm").upper()
     algorithm = {"NEXTN": "EAGLE", "NONE": ""}.get(algorithm, algorithm)
-    budget = read.whole(BUDGET)
-    block = read.whole("speculative_dflash_block_size")
+    budget = read.whole(BUDGET, MOST_ROWS)
+    block = read.whole("speculative_dflash_block_size", MOST_ROWS)
     if block is None and draft is not None and algorithm in _BLOCK:
         block = draft.block
-    declared = read.whole("speculative_num_draft_tokens")
+    declared = read.whole("speculative_num_draft_tokens", MOST_ROWS)
     if declared is None and algorithm in ("DFLASH", ALGORITHM):
         declared = block  # SGLang's DFLASH handler makes it so
     lanes, graphs = _graphs(read)
@@ -135,13 +137,13 @@ class _Reader:
         self.values = values
         self.odd: dict[str, str] = {}
 
-    def whole(self, name: str) -> int | None:
-        """A positive whole number."""
+    def whole(self, name: str, most: int = MOST) -> int | None:
+        """A positive whole number below `most`."""
         value = self.values.get(name)
         if value is None or value is False:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MOST:
-            self.odd[name] = f"{name}={str(value)[:40]!r} is not a positive whole number"
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < most:
+            self.odd[name] = f"{name}={str(value)[:40]!r} is no whole number from 1 to {most - 1}"
             return None
         return value
 
@@ -172,11 +174,11 @@ def _graphs(read: _Reader) -> tuple[int | None, bool | None]:
     if isinstance(decode, Mapping):
         inner = _Reader(decode)
         off = off or decode.get("backend") == "disabled"
-        sizes += _sizes(decode.get("bs")) or [inner.whole("max_bs") or 0]
+        sizes += _sizes(decode.get("bs")) or [inner.whole("max_bs", MOST_LANES) or 0]
     else:
         sizes += _sizes(read.values.get("cuda_graph_bs"))
         names = ("cuda_graph_max_bs", "cuda_graph_max_bs_decode")
-        sizes = sizes or [read.whole(name) or 0 for name in names]
+        sizes = sizes or [read.whole(name, MOST_LANES) or 0 for name in names]
     if off:
         return None, False
     most = max(sizes, default=0)
@@ -188,7 +190,7 @@ def _graphs(read: _Reader) -> tuple[int | None, bool | None]:
 
 def _sizes(value: Any) -> list[int]:
     fine = isinstance(value, (list, tuple)) and len(value) < 100_000
-    return [n for n in value if type(n) is int and 0 < n < MOST] if fine else []
+    return [n for n in value if type(n) is int and 0 < n < MOST_LANES] if fine else []
 
 
 def _width(made: Deployment) -> int | None:

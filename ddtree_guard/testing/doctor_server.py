@@ -178,6 +178,14 @@ class DoctorServer(ThreadingHTTPServer):
     def _silent(self, handler: Handler) -> None:
         time.sleep(3)
 
+    def _drip(self, handler: Handler) -> None:
+        with _closed():
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+            for _ in range(60):
+                handler.wfile.write(b"x")
+                handler.wfile.flush()
+                time.sleep(0.05)
+
     def _nested(self, handler: Handler) -> None:
         handler.answer(200, b"[" * 200_000 + b"]" * 200_000)
 

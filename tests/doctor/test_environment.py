@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -262,6 +263,25 @@ def test_without_torch_and_sglang_the_survey_is_whole(alone: Any) -> None:
     d = Diagnosis(BARE, survey={**alone, "ended": ""})
     assert d.exit_code == 3
     assert "not installed here" in headline(d)[0]
+
+
+def test_an_old_release_is_refused_by_the_real_child(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    for package in ("sglang", "sglang/srt"):
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')")
+    info = tmp_path / "sglang-0.5.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.9\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    code, out, _ = run("--", "--model-path", "x")
+    said = " ".join(out.split())
+    assert code == 3
+    assert said.startswith("NOT GUARDED: expected SGLang >=0.5.12,<0.6")
+    assert "0.5.9, untested" in said
+    assert "libcudart.so.13 is missing" in said
 
 
 def test_a_survey_that_dies_says_where(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,9 @@ def test_memory_counts_what_stock_and_ours_allocate(make: Make) -> None:
         ("speculative_ddtree_budget", "16"), ("speculative_ddtree_budget", -1),
         ("speculative_ddtree_budget", 10**30), ("page_size", [1]), ("attention_backend", {"a": 1}),
         ("cuda_graph_config", {"decode": {"bs": "x", "max_bs": None}}), ("max_running_requests", 0),
-        ("cuda_graph_config", "full"), ("speculative_num_draft_tokens", True),
+        ("speculative_ddtree_budget", 1 << 20), ("speculative_num_draft_tokens", 1 << 30),
+        ("cuda_graph_config", {"decode": {"bs": [1 << 30]}}), ("cuda_graph_config", "full"),
+        ("speculative_num_draft_tokens", True),
     ],
 )  # fmt: skip
 def test_values_of_a_stranger_never_break_the_reader(make: Make, name: str, value: Any) -> None:

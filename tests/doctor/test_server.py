@@ -174,6 +174,7 @@ HOSTILE = {
     "html": "answers with HTML; that is not an SGLang server",
     "huge": "answers with more than 8 MiB",
     "slow": "did not answer within 0 s",
+    "drip": "did not answer within 0 s",
     "silent": "did not answer within 0 s",
     "nested": "answers with no JSON",
     "list": "holds no server arguments of SGLang",
@@ -187,7 +188,7 @@ HOSTILE = {
 @pytest.mark.parametrize("act", HOSTILE)
 def test_a_hostile_answer_is_one_sentence_and_exit_3(run: Run, info: Info, act: str) -> None:
     with serving(info, hostile=act) as server:
-        seconds = "0.4" if act in ("slow", "silent") else "20"
+        seconds = "0.4" if act in ("slow", "silent", "drip") else "20"
         code, out, err = run("--url", server.url, "--timeout", seconds)
     assert (code, out) == (3, "")
     assert HOSTILE[act] in err
