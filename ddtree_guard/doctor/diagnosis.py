@@ -141,7 +141,7 @@ def troubles(survey: Mapping[str, Any]) -> list[Trouble]:
             )
         )
     if plugin.get("setting"):
-        found.append(Trouble(plugin["setting"], "correct that variable"))
+        found.append(Trouble(plugin["setting"], _right_value(plugin["setting"])))
     elif plugin["found"] and plugin["excluded_by"] is None and not plugin["loaded"]:
         why = plugin["why"] or "SGLang did not call it"
         found.append(Trouble(f"the plugin does not load: {why}", "correct that"))
@@ -156,6 +156,13 @@ def troubles(survey: Mapping[str, Any]) -> list[Trouble]:
     return found
 
 
+def _right_value(complaint: str) -> str:
+    """A variable and one of the values that the complaint about it lists."""
+    name, right = complaint.partition("=")[0], complaint.partition("Use one of: ")[2]
+    values = right.rstrip(".").split(", ") if right else []
+    return f"{name}={'log' if 'log' in values else values[0]}" if values else f"correct {name}"
+
+
 def relevant(hook: Mapping[str, Any], survey: Mapping[str, Any]) -> bool:
     """Whether a hook matters on this release: DDTREE of this package runs on two of them only."""
     release = str(survey["sglang"]["release"] or "")
@@ -168,7 +175,8 @@ def headline(d: Diagnosis) -> tuple[str, str]:
         assert d.canary is not None
         return f"GARBLED: {d.canary.why[0]}", change(d)
     if d.refused:
-        return f"WILL NOT START: {d.refused}", _start_change(d)
+        said, change_to = _start(d)
+        return f"WILL NOT START: {said}", change_to
     if d.predicted_wrong:
         return f"WRONG: {_cause(d)}", change(d)
     if d.troubles:
@@ -264,6 +272,8 @@ def change(d: Diagnosis) -> str:
 def _width_change(d: Diagnosis, made: Deployment) -> str:
     """Back to a width that stock gets right, or to the backend that is right with any."""
     plugin = {} if d.survey is None else d.survey.get("plugin", {})
+    if plugin.get("incident"):
+        return "SGLANG_DDTREE_INCIDENT=off"
     if plugin.get("loaded") and d.way == ARGUMENTS:
         return f"{PREFIX}_BACKEND=auto"
     if d.troubles and d.way == ARGUMENTS and d.survey and d.survey["sglang"]["installed"]:
@@ -275,9 +285,10 @@ def _width_change(d: Diagnosis, made: Deployment) -> str:
     return "drop --speculative-algorithm until the cause is known"
 
 
-def _start_change(d: Diagnosis) -> str:
-    if d.troubles and _unknown_flag(d.refused):
-        return d.troubles[0].change
+def _start(d: Diagnosis) -> tuple[str, str]:
+    """(what SGLang or DDTREE says, what to change). DDTREE's own sentences end with the change."""
     if _unknown_flag(d.refused):
-        return f"SGLang {' or '.join(DDTREE_RELEASES)}, which DDTREE of this package runs on"
-    return ""  # the sentence says what to change
+        releases = f"SGLang {' or '.join(DDTREE_RELEASES)}, which DDTREE of this package runs on"
+        return d.refused, d.troubles[0].change if d.troubles else releases
+    said, _, last = d.refused.rstrip(".").rpartition("; ")
+    return (said, last) if d.refused.startswith(("DDTREE ", "the incident ")) else (d.refused, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,9 @@ def arguments(words: Sequence[str]) -> Diagnosis:
         parsed["values"], str(survey["sglang"]["release"]), model,
         read_model(_flag(words, _DRAFT_FLAGS)),
     )  # fmt: skip
+    if made.ddtree and made.block and survey["plugin"].get("incident"):
+        made = dataclasses.replace(made, declared=made.block)
+        d.notes.append("SGLANG_DDTREE_INCIDENT=on: the stock backend is told the draft block")
     facts = next((f for f in GENERATIONS if f.name == survey["sglang"]["generation"]), None)
     _predict(d, made, facts)
     d.uses = _backend_here(d, made, facts)

@@ -12,6 +12,7 @@ from ddtree_guard.doctor.diagnosis import URL, Diagnosis, headline, relevant
 from ddtree_guard.doctor.faults import Match
 from ddtree_guard.doctor.memory import Memory
 from ddtree_guard.doctor.predict import Prediction
+from ddtree_guard.hooks.words import by_reason
 from ddtree_guard.render import plain
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
@@ -223,10 +224,7 @@ def _rule(step: Step, finding: Finding, made: Deployment) -> str:
 
 def _exempt(seen: Prediction) -> Iterator[Row]:
     """Rules that a guard on this server would not check either, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for rule, why in sorted(seen.exempt.items()):
-        reasons.setdefault(why, []).append(rule)
-    for why, rules in reasons.items():
+    for why, rules in by_reason(seen.exempt).items():
         yield "exempt", f"{', '.join(rules)}: {why}"
 
 

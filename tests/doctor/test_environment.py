@@ -86,8 +86,8 @@ CASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "no entry point": ({"plugin__found": False, "plugin__loaded": False}, 3,
                        "cannot find the plugin", "pip install ddtree-guard"),
     "not called": ({"plugin__loaded": False}, 3, "SGLang did not call it", "correct that"),
-    "setting": ({"plugin__setting": "SGLANG_DDTREE_GUARD=warn is not a mode."}, 3,
-                "warn is not a mode", "correct that variable"),
+    "setting": ({"plugin__setting": "SGLANG_DDTREE_GUARD=warn is not a mode. Use one of: off, log."}, 3,
+                "warn is not a mode", "SGLANG_DDTREE_GUARD=log"),
     "hook": ({"hooks": [HOOK, MOVED]}, 3, "hook build (guard) is changed", "adapter"),
     "another hook": ({"hooks": [{**MOVED, "part": "DDTREE"}], "sglang__release": "0.5.20"}, 0,
                      "READY", ""),
@@ -132,16 +132,22 @@ def test_with_the_plugin_the_corrected_backend_is_used(
     assert not found["corrected"]["wrong"]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"plugin__backend": "stock"}, {"plugin__incident": True}], ids=["stock", "incident"]
-)
+CHOICES = {
+    "SGLANG_DDTREE_GUARD_BACKEND=auto": ({"plugin__backend": "stock"}, "smaller budget"),
+    "SGLANG_DDTREE_INCIDENT=off": ({"plugin__incident": True}, "with a width of 8"),
+}
+
+
+@pytest.mark.parametrize("change", CHOICES)
 def test_a_stock_backend_by_choice_is_wrong(
-    run: Run, surveyed: Callable[..., None], changes: dict[str, Any]
+    run: Run, surveyed: Callable[..., None], change: str
 ) -> None:
+    changes, words = CHOICES[change]
     code, found = judged(surveyed, run, {}, **changes)
     assert (code, found["uses"]) == (1, "stock")
     assert found["verdict"].startswith("WRONG: ")
-    assert found["change"] == "SGLANG_DDTREE_GUARD_BACKEND=auto"
+    assert words in found["verdict"]
+    assert found["change"] == change
 
 
 def test_a_fork_without_the_plugin_is_wrong_and_says_what_to_do(
@@ -174,6 +180,7 @@ def test_what_ddtree_refuses_is_said_before_it_starts(
     assert code == (2 if case == "block" else 3)
     assert words in found["refused"]
     assert found["verdict"].startswith("WILL NOT START")
+    assert found["change"]
 
 
 def test_what_sglang_does_not_understand_is_usage(run: Run, surveyed: Callable[..., None]) -> None:
