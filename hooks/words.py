@@ -1,4 +1,4 @@
-"""What an armed process says of itself in its dumps, beside the boot line: hooks and reasons, whole.
+"""What an armed process says of itself in its dumps, beside the boot line: hooks and reasons.
 
 The boot line has room for rule ids only. A dump is read on another machine, where nobody can ask
 the doctor, so it carries the doctor's words of the process that wrote it.

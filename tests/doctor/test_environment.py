@@ -76,6 +76,7 @@ def surveyed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return use
 
 
+SETTING = "SGLANG_DDTREE_GUARD=warn is not a mode. Use one of: off, log, raise."
 CASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "ready": ({}, 0, "READY: a server started here", ""),
     "off": ({"plugin__mode": "off"}, 0, "READY, AND OFF", "SGLANG_DDTREE_GUARD=log"),
@@ -86,8 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "no entry point": ({"plugin__found": False, "plugin__loaded": False}, 3,
                        "cannot find the plugin", "pip install ddtree-guard"),
     "not called": ({"plugin__loaded": False}, 3, "SGLang did not call it", "correct that"),
-    "setting": ({"plugin__setting": "SGLANG_DDTREE_GUARD=warn is not a mode. Use one of: off, log."}, 3,
-                "warn is not a mode", "SGLANG_DDTREE_GUARD=log"),
+    "setting": ({"plugin__setting": SETTING}, 3, "warn is not a mode", "SGLANG_DDTREE_GUARD=log"),
     "hook": ({"hooks": [HOOK, MOVED]}, 3, "hook build (guard) is changed", "adapter"),
     "another hook": ({"hooks": [{**MOVED, "part": "DDTREE"}], "sglang__release": "0.5.20"}, 0,
                      "READY", ""),
