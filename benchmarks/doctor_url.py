@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -93,6 +94,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers end with the script
     running = [_start(server, PORT + at, options) for at, server in enumerate(SERVERS)]
     rows: list[dict[str, Any]] = []
     path = options.out / "doctor_url.json"
@@ -107,7 +109,8 @@ def main() -> int:
                 rows.append({"server": server.name, "error": "did not start"})
     finally:
         for process in running:
-            os.killpg(process.pid, 9)
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
     write(path, {"environment": where, "rows": rows})
     return 0 if all(row.get("as_expected") for row in rows) else 1
 
@@ -126,7 +129,7 @@ def _wait(port: int, process: Any) -> bool:
     while time.monotonic() < end and process.poll() is None:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health_generate", timeout=20):
-                return True
+                return process.poll() is None  # and not somebody else's server on that port
         except (urllib.error.URLError, OSError):
             time.sleep(1)
     return False

@@ -17,7 +17,7 @@ from ddtree_guard.doctor.client import Client, NoAnswer, Refused
 COUNT = 48  # tokens per prompt
 PREFIXES = 24  # of which so many are asked again
 RUN = 16  # equal tokens in a row that are a sign
-APART = 0.15  # share of prefixes whose next token differs, above which it is no tie
+APART = 0.05  # share of prefixes whose next token differs, above which it is no tie
 ENOUGH = 8  # tokens below which an output says nothing
 PROMPTS = (
     "The Zen of Python, by Tim Peters\n\nBeautiful is better than",
