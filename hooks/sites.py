@@ -85,7 +85,11 @@ def adopt(guard: ServerGuard, backend: Any, runner: Any) -> None:
 
 def backend_hooks(guard: ServerGuard, backend_class: type) -> tuple[Hook, ...]:
     """Sites of a live backend's class, on the class that SGLang (or the fork) made."""
-    path = _owner(backend_class)
+    return hooks_at(guard, _owner(backend_class))
+
+
+def hooks_at(guard: ServerGuard, path: str) -> tuple[Hook, ...]:
+    """Sites of the backend class at a dotted path."""
     return (
         Hook("build", (_eager(guard, path),)),
         Hook("replay", (_out_graph(guard, path), _replay_0512(guard, path))),

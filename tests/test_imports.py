@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # synthetic steps and faults are what the self-test runs in a server
     ("checks", "attention.reference", "device", "testing.steps", "testing.faults"),
     ("render", "recorder", "dump", "evidence", "guard", "metrics"),
-    ("hooks", "attention", "ddtree"),
+    ("hooks", "attention", "ddtree", "doctor"),
     ("cli", "commands", "report", "demo", "testing", "pytest_plugin", "__main__"),
 )
 

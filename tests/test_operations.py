@@ -81,7 +81,7 @@ def commands(text: str) -> Iterator[list[str]]:
         found = re.search(r"^(?:\$ )?(?:\S*/bin/|bin/)?ddtree-guard ([a-z].*)$", piece.strip())
         if found and not piece.strip().startswith(TOOLS):
             words = shlex.split(found[1])
-            yield words[: words.index("--")] if "--" in words else words
+            yield words[: words.index("--")] if "--" in words else words  # the rest is SGLang's
 
 
 @each_page

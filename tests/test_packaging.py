@@ -52,6 +52,8 @@ def test_the_wheel_holds_data_licence_and_entry_points(wheel: zipfile.ZipFile) -
     assert {"ddtree_guard/py.typed", "ddtree_guard/dump/manifest.schema.json"} <= names
     assert "ddtree_guard/report/template.html" in names
     assert "ddtree_guard/pytest_plugin/report.schema.json" in names
+    doctor = {"known_faults.json", "doctor.schema.json"}
+    assert {f"ddtree_guard/doctor/{name}" for name in doctor} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     points = configparser.ConfigParser()
     (path,) = [name for name in names if name.endswith("entry_points.txt")]
