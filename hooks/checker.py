@@ -42,6 +42,9 @@ class Checker(Protocol):
     def build(self, record: Record, view: View) -> None:
         """Metadata was built; attention comes next."""
 
+    def walked(self, record: Record) -> None:
+        """The acceptance is known, and the launch's inputs still hold this step."""
+
     def verify(self, record: Record) -> None:
         """The worker's step ends; `record.outcome` is there if the acceptance was seen."""
 
@@ -91,6 +94,9 @@ class HostChecker:
         new = step.widths.state not in self._states
         self._states.add(step.widths.state)
         return (Site.INIT, *BUILD_SITES) if new else BUILD_SITES
+
+    def walked(self, record: Record) -> None:
+        """Nothing to do: the step was read when it was built."""
 
     def verify(self, record: Record) -> None:
         """Judge what the acceptance made of the step."""

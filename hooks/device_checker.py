@@ -64,7 +64,6 @@ class DeviceChecker:
         self._verdicts: dict[int, Verdict] = {}
         self._runs = 0
         self._alert = 0
-        self._last: Record | None = None  # whose launch was built last
         self._seen: dict[str, int] = {}
 
     # --- start ----------------------------------------------------------------------------------
@@ -118,20 +117,24 @@ class DeviceChecker:
         launch.table.launch()
         if not launch.recorded:
             checks.check.check(launch.verify)
-        record.ticket, self._last = launch, record
+        record.ticket = launch
         if self._samples(record, view):
             self.host.build(record, view)
             record.checked = False  # that is the device's word
 
+    def walked(self, record: Record) -> None:
+        """Queue the acceptance rules, before a draft forward reuses the input buffers."""
+        if self.graphs is not None and isinstance(record.ticket, Launch):
+            self.graphs.check.close(self._outcome(record.ticket, record.outcome))
+            self._closed += 1
+            record.ticket = (self._closed, record.ticket)
+
     def verify(self, record: Record) -> None:
-        """Queue the acceptance rules and the copy of the verdict."""
+        """Close the step where no walk did, and queue the copy of the verdict."""
+        self.walked(record)
         if self.graphs is None or record.ticket is None:
             return
-        check = self.graphs.check
-        check.close(self._outcome(record.ticket, record.outcome))
-        check.collect()
-        self._closed += 1
-        record.ticket = (self._closed, record.ticket)
+        self.graphs.check.collect()
         if record.step is not None:
             self.host.verify(record)
 
@@ -161,8 +164,8 @@ class DeviceChecker:
         report = explain(
             verdict, record.step, self.guard.check, covered, full=self.depth is Depth.FULL
         )
-        # a later step may have reused the buffers since; then only what the device saw is sure
-        own = sampled or self._last is record
+        # where the buffers were reused since, only what the device saw is sure
+        own = sampled or not record.reused
         found = {f.rule: f for f in record.findings}
         for finding in report.findings:
             if finding.rule == "DG1":

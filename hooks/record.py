@@ -31,7 +31,8 @@ class Record:
     """What is known of a step so far. `reqs` are SGLang's own request objects.
 
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
-    those of the device when its verdict has arrived. `ticket` belongs to the checker.
+    those of the device when its verdict has arrived. `ticket` belongs to the checker. `reused`: what
+    the launch read may hold another forward by now, so that it explains nothing any more.
     """
 
     step_id: int
@@ -42,6 +43,7 @@ class Record:
     findings: list[Finding] = field(default_factory=list)
     checked: bool = False
     settled: bool = False
+    reused: bool = False
     ticket: Any = None
     kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = None

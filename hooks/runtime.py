@@ -24,12 +24,14 @@ from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.errors import Violation
 from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.checker import Checker, HostChecker
+from ddtree_guard.hooks.contracts import row_of
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.record import Coverage, Record, Walk
+from ddtree_guard.hooks.statics import replayed
 from ddtree_guard.hooks.taint import Taints
 from ddtree_guard.hooks.view import View
 from ddtree_guard.metrics import Metrics
@@ -147,6 +149,8 @@ class ServerGuard:
     def begin(self, batch: Any) -> None:
         """The worker takes a batch: its requests, without asking the device."""
         self.current = None
+        for _, held in self._open.values():
+            held.reused = True
         mode, reqs = batch.forward_mode, tuple(getattr(batch, "reqs", None) or ())
         if mode is None or mode.is_idle():
             return
@@ -186,11 +190,15 @@ class ServerGuard:
 
     def _build(self, backend: Any, batch: Any, path: str) -> None:
         record, runner = self.current, self._target(backend)
-        if record is None or runner is None or not batch.forward_mode.is_target_verify():
+        if record is None:
+            return
+        if runner is None or not batch.forward_mode.is_target_verify():
+            record.reused = record.built  # a drafter's forward after the walk, as EAGLE has one
             return
         metadata = None
         if path == "graph":
             metadata = self._captured.get(backend, {}).get(len(batch.req_pool_indices))
+            batch = replayed(batch, runner)
         state = f"D={runner.server_args.speculative_num_draft_tokens}"
         record.view = View(
             backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state
@@ -225,6 +233,7 @@ class ServerGuard:
             info = getattr(batch, "sampling_info", None)
             greedy = bool(getattr(info, "is_all_greedy", False))
             self.current.outcome = Walk(lens, predict, index, greedy)
+            self.checker.walked(self.current)
 
     @site("verify")
     def walked(self, step: Any) -> None:
@@ -233,6 +242,7 @@ class ServerGuard:
             done = step.accepted
             predict = step.predict.reshape(-1)
             self.current.outcome = Walk(done.lens, predict, done.accept_index, True, False)
+            self.checker.walked(self.current)
 
     @site("verify")
     def end(self, result: Any) -> None:
@@ -251,6 +261,7 @@ class ServerGuard:
         if record.outcome is not None and record.outcome.index is None and not _is_chain(record):
             record.outcome = None  # a tree whose walk was not seen
         self.checker.verify(record)
+        record.reused |= redrafts(record)
 
     def resolve(self, result: Any) -> Record | None:
         """SGLang has waited for the step's tokens and has sent none. Returns the step's record."""
@@ -382,6 +393,12 @@ def kv_length(req: Any) -> int | None:
 def _gone(req: Any) -> bool:
     """Whether SGLang settles nothing for the request any more."""
     return bool(req.is_retracted or req.finished())
+
+
+def redrafts(record: Record) -> bool:
+    """Whether a drafter has used the step's input buffers after its walk."""
+    args = None if record.view is None else record.view.runner.server_args
+    return row_of(str(getattr(args, "speculative_algorithm", ""))).redrafts
 
 
 def _is_chain(record: Record) -> bool:

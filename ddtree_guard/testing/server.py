@@ -8,6 +8,7 @@ and walks take random children: only what surrounds the model is simulated.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 import warnings
@@ -74,7 +75,10 @@ class Worker:
         self.server.build(inputs)
         if self.server.case.algorithm == "DFLASH":  # it accepts without a tree walk
             return self.server.result(*batch.walk)
-        return self.server.result(*eagle_sample(self.server.spec, batch, None))
+        walk = eagle_sample(self.server.spec, batch, None)
+        if self.server.case.algorithm == "EAGLE":
+            self.server.redraft(*walk)
+        return self.server.result(*walk)
 
 
 class MiniServer:
@@ -96,6 +100,7 @@ class MiniServer:
         self.steps = 0
         self.sent: list[list[Any]] = []  # what left, per step
         self.spec: Any = None
+        self.inputs: Any = None  # the batch whose buffers the last launch read
         self.replayed: Callable[[], None] = lambda: None  # what a captured graph would run
 
     @property
@@ -208,16 +213,38 @@ class MiniServer:
         lanes = self.case.padded_bs or inputs.case.bs
         batch = verify_batch(inputs, lanes)
         self.spec = batch.spec_info
+        self.spec.positions = batch.positions[: inputs.case.bs * inputs.case.w].clone()
         with fakes.host_context(self.runner.server_args):
             if not self.graph:
+                self.inputs = batch
                 self.backend.init_forward_metadata(batch)
                 return
             for name in STATIC:  # a graph reads the buffers that it was captured with
                 getattr(self.static, name).copy_(getattr(batch, name))
             self.static.spec_info, self.static.seq_lens_sum = self.spec, batch.seq_lens_sum
+            self.inputs = self.static
             self.runner.graph_runner = SimpleNamespace(buffers=self.static)
-            standins.replay(self.backend, self.static)
+            view = copy.copy(self.static)  # as SGLang's replay view: its slots are the live batch's
+            view.out_cache_loc = batch.out_cache_loc[: inputs.case.bs * inputs.case.w]
+            standins.replay(self.backend, view)
+            self.plan()
             self.replayed()
+
+    def plan(self) -> None:
+        """What a planned replay copies once more: positions and tokens, from the spec info."""
+        for name, source in (("positions", "positions"), ("input_ids", "draft_token")):
+            value = getattr(self.spec, source)
+            if value is not None:
+                getattr(self.static, name)[: len(value)].copy_(value)
+
+    def redraft(self, predict: Any, lens: Any, index: Any) -> None:
+        """EAGLE's second draft forward: it runs in the step and shares the input buffers."""
+        bs, path = index.shape
+        rows = self.inputs.input_ids.view(-1, self.case.w)
+        rows[:bs, :path] = predict[index.long().clamp(min=0)].to(rows.dtype)
+        for name in ("positions", "out_cache_loc"):
+            value = getattr(self.inputs, name)
+            value.copy_(value.flip(0))
 
     def result(self, predict: Any, lens: Any, index: Any) -> Any:
         """The worker's result: accepted tokens per request, w apart."""
