@@ -31,8 +31,8 @@ class Record:
     """What is known of a step so far. `reqs` are SGLang's own request objects.
 
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
-    those of the device when its verdict has arrived. `ticket` belongs to the checker. `reused`: what
-    the launch read may hold another forward by now, so that it explains nothing any more.
+    those of the device when its verdict has arrived. `ticket` belongs to the checker.
+    `reused`: what the launch read may belong to another forward by now, and explains nothing.
     """
 
     step_id: int

@@ -18,7 +18,6 @@ from ddtree_guard.hooks.view import View
 from ddtree_guard.step import Step
 from ddtree_guard.testing.faults import FAULTS
 
-
 Places = Callable[[View], tuple[Any, ...]]
 
 

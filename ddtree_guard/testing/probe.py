@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_guard.config import setting
-from ddtree_guard.errors import UsageError
 from ddtree_guard.hooks import arm
+from ddtree_guard.testing.live import plant_at
 
 PERIOD_S = 0.5
 
@@ -65,24 +65,6 @@ def pinned_bytes(guard: Any) -> int:
     graphs = getattr(guard.checker, "graphs", None)
     ring = [] if graphs is None else graphs.check._ring
     return sum(int(rows.numel() * rows.element_size()) for rows in ring)
-
-
-def plant_at(guard: Any, plan: dict[str, Any]) -> None:
-    """Plant the plan's fault once, just before the guard's own part of the build site."""
-    from ddtree_guard.testing.plant import plant
-
-    build = guard.checker.build
-
-    def planted(record: Any, view: Any) -> None:
-        if plan["at"] is None and record.step_id >= plan["from"] and view.bs >= 2:
-            try:
-                plan["changed"] = plant(plan["rule"], view)
-                plan["at"], plan["rid"] = record.step_id, view.rids[-1]
-            except UsageError as error:
-                plan["error"] = str(error)
-        build(record, view)
-
-    guard.checker.build = planted
 
 
 def _write(target: Path, value: dict[str, Any]) -> None:
