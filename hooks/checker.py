@@ -12,6 +12,7 @@ import numpy as np
 
 from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.adapters import adapter_for
+from ddtree_guard.hooks.lengths import prompt_left
 from ddtree_guard.hooks.links import local_rows
 from ddtree_guard.hooks.observe import host
 from ddtree_guard.hooks.record import Record, Walk
@@ -77,6 +78,8 @@ class HostChecker:
     def build(self, record: Record, view: View) -> None:
         """Take the step and judge what was built."""
         record.step = self.read(view)
+        if view.path == "graph" and len(record.reqs) == record.step.bs:
+            record.step = record.step.replace(graph__prompt_left=prompt_left(record.reqs))
         record.findings = list(self.guard.check(record.step, self._sites(record.step)).findings)
         record.checked = True
 

@@ -183,7 +183,7 @@ class DeviceChecker:
         kind = f"{view.state} {view.path}"
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         alert, self._alert = self._alert > 0, max(0, self._alert - 1)
-        return alert or seen <= FIRST or record.step_id % SAMPLE[self.depth] == 0
+        return record.doubt or alert or seen <= FIRST or record.step_id % SAMPLE[self.depth] == 0
 
     # --- operands -------------------------------------------------------------------------------
     def _checks(self, view: View) -> GraphChecks:

@@ -33,6 +33,7 @@ class Record:
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
     those of the device when its verdict has arrived. `ticket` belongs to the checker.
     `reused`: what the launch read may belong to another forward by now, and explains nothing.
+    `doubt`: the host has seen something that only the whole step can put into words.
     """
 
     step_id: int
@@ -45,6 +46,7 @@ class Record:
     settled: bool = False
     reused: bool = False
     ticket: Any = None
+    doubt: bool = False
     kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = None
 

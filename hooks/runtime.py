@@ -16,18 +16,19 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
 
-import numpy as np
-
 from ddtree_guard import render
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.errors import Violation
 from ddtree_guard.guard import Guard
+from ddtree_guard.hooks.adapters import adapter_for
+from ddtree_guard.hooks.certificates import Certificates, wrong_choice
 from ddtree_guard.hooks.checker import Checker, HostChecker
 from ddtree_guard.hooks.contracts import row_of
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
+from ddtree_guard.hooks.lengths import drifted, kv_length
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.record import Coverage, Record, Walk
@@ -83,6 +84,7 @@ class ServerGuard:
         self.digests = digests
         self.fuses = Fuses(strict=config.mode is Mode.RAISE)
         self.taints = Taints()
+        self.certificates = Certificates()
         self.coverage = Coverage()
         self.writer = DumpWriter(run, config)
         self.current: Record | None = None
@@ -169,6 +171,7 @@ class ServerGuard:
             return
         lanes, metadata = len(batch.req_pool_indices), backend.forward_metadata
         self._captured.setdefault(backend, {})[lanes] = metadata
+        self.certificates.take(backend, batch, runner, metadata)
         view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
         self.checker.prepare(view)
 
@@ -195,14 +198,17 @@ class ServerGuard:
         if runner is None or not batch.forward_mode.is_target_verify():
             record.reused = record.built  # a drafter's forward after the walk, as EAGLE has one
             return
-        metadata = None
+        metadata = replay = None
         if path == "graph":
             metadata = self._captured.get(backend, {}).get(len(batch.req_pool_indices))
             batch = replayed(batch, runner)
+            replay = self.certificates.replay(backend, batch, runner)
+            record.doubt = replay is not None and not replay.same
         state = f"D={runner.server_args.speculative_num_draft_tokens}"
         record.view = View(
-            backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state
-        )
+            backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state,
+            replay,
+        )  # fmt: skip
         self.checker.build(record, record.view)
 
     @site("build")
@@ -261,7 +267,19 @@ class ServerGuard:
         if record.outcome is not None and record.outcome.index is None and not _is_chain(record):
             record.outcome = None  # a tree whose walk was not seen
         self.checker.verify(record)
+        self._judge_choice(record)
         record.reused |= redrafts(record)
+
+    def _judge_choice(self, record: Record) -> None:
+        """The graph that was replayed, where it is another batch size's."""
+        key = None if record.view is None else wrong_choice(record.view)
+        if record.view is None or key is None:
+            return
+        step = record.step or adapter_for(type(record.view.backend)).read_step(record.view)
+        record.step = step.replace(graph__born_key=key)
+        known = {finding.rule for finding in record.findings}
+        found = self.guard.check(record.step, (Site.REPLAY,)).findings
+        record.findings += [finding for finding in found if finding.rule not in known]
 
     def resolve(self, result: Any) -> Record | None:
         """SGLang has waited for the step's tokens and has sent none. Returns the step's record."""
@@ -278,15 +296,9 @@ class ServerGuard:
     @site("commit")
     def commit(self, record: Record, tokens: list[Any]) -> None:
         """Lengths after the step against the tokens that were kept. All numbers are on the host."""
-        before, after = record.kv_before, [kv_length(req) for req in record.reqs]
-        if record.step is None or len(tokens) != len(after) or None in (*before, *after):
+        step = drifted(record, tokens, self.rank)
+        if step is None:
             return
-        kept = np.array([len(row) for row in tokens], np.int64)
-        grown = np.array(after, np.int64) - np.array(before, np.int64)
-        settled = np.array([not _gone(req) for req in record.reqs])
-        step = record.step.replace(
-            outcome__accept_lens=kept, outcome__delta_kv=np.where(settled, grown, kept)
-        )
         found = self.guard.check(step, (Site.COMMIT,)).findings
         if found:
             late = dataclasses.replace(record, step=step)
@@ -380,19 +392,6 @@ class ServerGuard:
 
 def _key(hook: Hook) -> tuple[str, str]:
     return hook.site, hook.patches[0].target if hook.patches else ""
-
-
-def kv_length(req: Any) -> int | None:
-    """Committed KV length that SGLang keeps for a request, or None where it keeps none."""
-    value = getattr(req, "kv_committed_len", None)
-    if value is None:  # 0.5.18 on
-        value = getattr(getattr(req, "kv", None), "kv_committed_len", None)
-    return None if value is None else int(value)
-
-
-def _gone(req: Any) -> bool:
-    """Whether SGLang settles nothing for the request any more."""
-    return bool(req.is_retracted or req.finished())
 
 
 def redrafts(record: Record) -> bool:

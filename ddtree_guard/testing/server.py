@@ -101,6 +101,8 @@ class MiniServer:
         self.sent: list[list[Any]] = []  # what left, per step
         self.spec: Any = None
         self.inputs: Any = None  # the batch whose buffers the last launch read
+        self.chosen = 0  # size of the graph that is replayed, where it is not the padded one
+        self.redress: Callable[[Any], None] = lambda spec: None  # changes a step's spec info
         self.replayed: Callable[[], None] = lambda: None  # what a captured graph would run
 
     @property
@@ -213,6 +215,7 @@ class MiniServer:
         lanes = self.case.padded_bs or inputs.case.bs
         batch = verify_batch(inputs, lanes)
         self.spec = batch.spec_info
+        self.redress(self.spec)
         self.spec.positions = batch.positions[: inputs.case.bs * inputs.case.w].clone()
         with fakes.host_context(self.runner.server_args):
             if not self.graph:
@@ -223,7 +226,7 @@ class MiniServer:
                 getattr(self.static, name).copy_(getattr(batch, name))
             self.static.spec_info, self.static.seq_lens_sum = self.spec, batch.seq_lens_sum
             self.inputs = self.static
-            self.runner.graph_runner = SimpleNamespace(buffers=self.static)
+            self.runner.graph_runner = SimpleNamespace(buffers=self.static, bs=self.chosen or lanes)
             view = copy.copy(self.static)  # as SGLang's replay view: its slots are the live batch's
             view.out_cache_loc = batch.out_cache_loc[: inputs.case.bs * inputs.case.w]
             standins.replay(self.backend, view)
