@@ -33,6 +33,7 @@ from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.record import Coverage, Record, Walk
 from ddtree_guard.hooks.statics import replayed
+from ddtree_guard.hooks.switches import simulated_walk
 from ddtree_guard.hooks.taint import Taints
 from ddtree_guard.hooks.view import View
 from ddtree_guard.metrics import Metrics
@@ -85,6 +86,7 @@ class ServerGuard:
         self.fuses = Fuses(strict=config.mode is Mode.RAISE)
         self.taints = Taints()
         self.certificates = Certificates()
+        self.simulated = simulated_walk()
         self.coverage = Coverage()
         self.writer = DumpWriter(run, config)
         self.current: Record | None = None
@@ -235,7 +237,7 @@ class ServerGuard:
     @site("verify")
     def accepted(self, batch: Any, predict: Any, lens: Any, index: Any) -> None:
         """The tree walk of the current step: device tensors, rows counted over the batch."""
-        if self.current is not None:
+        if self.current is not None and not self.simulated:
             info = getattr(batch, "sampling_info", None)
             greedy = bool(getattr(info, "is_all_greedy", False))
             self.current.outcome = Walk(lens, predict, index, greedy)

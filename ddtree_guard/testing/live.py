@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddtree_guard.errors import UsageError
 from ddtree_guard.guard import find_rule
 from ddtree_guard.rule import Site
 from ddtree_guard.testing.faults import FAULTS
@@ -42,8 +41,8 @@ def _before(owner: Any, name: str, change: Any, plan: dict[str, Any]) -> None:
             try:
                 plan["changed"] = change(plan["rule"], record, view)
                 plan["at"], plan["rid"] = record.step_id, view.rids[-1]
-            except UsageError as error:
-                plan["error"] = str(error)
+            except Exception as error:  # a fault of the plan is none of the guard's
+                plan["error"] = f"{type(error).__name__}: {error}"
         method(record, *rest)
 
     setattr(owner, name, planted)

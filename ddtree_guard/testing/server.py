@@ -118,6 +118,7 @@ class MiniServer:
         self.model_worker = Worker(self)
         if guard is not None:
             sites.adopt(guard, self.backend, self.runner)
+        self.runner.graph_runner = None
         if self.graph:
             self.capture()
 
@@ -128,6 +129,7 @@ class MiniServer:
         self.static = batch = verify_batch(inputs, lanes, dummy_spec(inputs, lanes))
         batch.seq_lens.fill_(1)
         batch.req_pool_indices.zero_()
+        self.runner.graph_runner = SimpleNamespace(buffers=batch)
         with fakes.host_context(self.runner.server_args):
             self.backend.init_cuda_graph_state(lanes, lanes * self.case.w)
             if not hasattr(self.backend, "init_forward_metadata_out_graph"):
@@ -226,7 +228,7 @@ class MiniServer:
                 getattr(self.static, name).copy_(getattr(batch, name))
             self.static.spec_info, self.static.seq_lens_sum = self.spec, batch.seq_lens_sum
             self.inputs = self.static
-            self.runner.graph_runner = SimpleNamespace(buffers=self.static, bs=self.chosen or lanes)
+            self.runner.graph_runner.bs = self.chosen or lanes
             view = copy.copy(self.static)  # as SGLang's replay view: its slots are the live batch's
             view.out_cache_loc = batch.out_cache_loc[: inputs.case.bs * inputs.case.w]
             standins.replay(self.backend, view)
