@@ -169,7 +169,7 @@ class ServerGuard:
     def captured(self, backend: Any, batch: Any) -> None:
         """The metadata of a captured batch size exists; every replay reads this object again."""
         runner = self._target(backend)
-        if runner is None or not batch.forward_mode.is_target_verify():
+        if runner is None or not batch.forward_mode.is_target_verify() or _ragged(batch):
             return
         lanes, metadata = len(batch.req_pool_indices), backend.forward_metadata
         self._captured.setdefault(backend, {})[lanes] = metadata
@@ -181,7 +181,7 @@ class ServerGuard:
     def in_graph(self, backend: Any, batch: Any) -> None:
         """Inside the captured region: what is queued here runs in every replay."""
         runner = self._target(backend)
-        if runner is not None and batch.forward_mode.is_target_verify():
+        if runner is not None and batch.forward_mode.is_target_verify() and not _ragged(batch):
             lanes = len(batch.req_pool_indices)
             metadata = self._captured.get(backend, {}).get(lanes)
             self.checker.capture(
@@ -199,6 +199,9 @@ class ServerGuard:
             return
         if runner is None or not batch.forward_mode.is_target_verify():
             record.reused = record.built  # a drafter's forward after the walk, as EAGLE has one
+            return
+        if _ragged(batch):
+            record.why = "a ragged batch has no single width"
             return
         metadata = replay = None
         if path == "graph":
@@ -328,7 +331,7 @@ class ServerGuard:
                 self._apply(Record(step.who.step_id, (), (), step=step), found, tokens_left=None)
 
     def _skip(self, record: Record) -> None:
-        why = "the check failed" if record.built else "no hook saw its metadata"
+        why = record.why or ("the check failed" if record.built else "no hook saw its metadata")
         if not self.coverage.skipped[why]:
             log.warning("ddtree_guard step=%d was not checked: %s", record.step_id, why)
         self.coverage.skipped[why] += 1
@@ -394,6 +397,10 @@ class ServerGuard:
 
 def _key(hook: Hook) -> tuple[str, str]:
     return hook.site, hook.patches[0].target if hook.patches else ""
+
+
+def _ragged(batch: Any) -> bool:
+    return getattr(batch.spec_info, "ragged_verify_layout", None) is not None
 
 
 def redrafts(record: Record) -> bool:

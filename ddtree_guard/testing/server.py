@@ -100,6 +100,8 @@ class MiniServer:
         self.steps = 0
         self.sent: list[list[Any]] = []  # what left, per step
         self.spec: Any = None
+        self.static: Any = None  # what the captured graph reads
+        self._states: dict[int, tuple[Any, ...]] = {}  # runtime states by width
         self.inputs: Any = None  # the batch whose buffers the last launch read
         self.chosen = 0  # size of the graph that is replayed, where it is not the padded one
         self.redress: Callable[[Any], None] = lambda spec: None  # changes a step's spec info
@@ -149,6 +151,19 @@ class MiniServer:
         self.init_model_worker(guard)
         arm.finish(config, guard, self)
         return guard
+
+    def switch(self, case: VerifyCase, guard: ServerGuard | None) -> None:
+        """Another runtime state: adaptive speculation has a backend and graphs per width."""
+        self._states[self.case.w] = (self.case, self._roomy, self.backend, self.runner, self.static)
+        if case.w in self._states:
+            held = self._states[case.w]
+            self.case, self._roomy, self.backend, self.runner, self.static = held
+            return
+        self.case = case
+        self._roomy = dataclasses.replace(
+            self._roomy, budget=case.budget, draft_tokens=case.draft_tokens
+        )
+        self.init_model_worker(guard)
 
     # a step
     def step(self, overlap: bool = False) -> Any:
