@@ -120,7 +120,7 @@ def engine_options(cell: Cell, models: dict[str, Path]) -> dict[str, Any]:
         **({"mem_fraction_static": 0.85, "max_total_tokens": 80_000} if cell.shape == "small"
            else {"mem_fraction_static": 0.97, "max_total_tokens": 16_000, "context_length": 1024}),
         "max_running_requests": cell.max_running, "disable_cuda_graph": not cell.graphs,
-        "disable_overlap_schedule": not cell.overlap,
+        "disable_overlap_schedule": not cell.overlap, "disable_prefill_cuda_graph": True,
     }  # fmt: skip
     if cell.algorithm == "NGRAM":
         options |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": cell.w}

@@ -208,6 +208,8 @@ def run(results: Results, chosen: list[Cell], options: argparse.Namespace) -> No
         results.save()
 
     missing = [c for c in chosen if c.tool != "off" and c.name not in results.rows]
+    # as servers run first, in case the time does not do for all
+    missing.sort(key=lambda c: not (c.graphs and c.overlap))
     missing += [c for c in chosen if c.tool == "off" and _reference(c) not in results.reference]
     with ThreadPoolExecutor(options.parallel) as pool:
         list(pool.map(one, missing))
