@@ -168,8 +168,22 @@ class Results:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(value, indent=1) + "\n")
+        part.write_text(lines_of(value))
         part.replace(self.path)
+
+
+def lines_of(value: dict[str, Any]) -> str:
+    """JSON with one row of a list, or one entry of a mapping, a line."""
+    parts = []
+    for name, held in value.items():
+        if isinstance(held, list):
+            inner, ends = [json.dumps(entry) for entry in held], "[]"
+        else:
+            inner = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in held.items()]
+            ends = "{}"
+        body = ",\n  ".join(inner)
+        parts.append(f" {json.dumps(name)}: {ends[0]}\n  {body}\n {ends[1]}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
