@@ -47,6 +47,7 @@ class Launch:
     recorded: bool = False  # the graph holds the check; else it is launched before the replay
     # by path length and by how rows are counted
     outcome: dict[tuple[int, bool], tuple[Decision, Operands]] = field(default_factory=dict)
+    decisions: dict[tuple[int, bool], Decision] = field(default_factory=dict)
 
 
 class DeviceChecker:
@@ -59,6 +60,7 @@ class DeviceChecker:
         self.host = HostChecker(guard)
         self.graphs: GraphChecks | None = None
         self._launches: dict[Any, Launch] = {}
+        self._eager: dict[Any, tuple[dict[str, Any], dict[Any, Decision]]] = {}
         self._stale = False  # captures have left bits of dummy batches
         self._closed = 0  # steps closed since the last reset
         self._verdicts: dict[int, Verdict] = {}
@@ -199,7 +201,14 @@ class DeviceChecker:
         algorithm = str(runner.server_args.speculative_algorithm or "")
         contract = contract_of(algorithm, facts, view.path)
         lanes = len(batch.req_pool_indices)
-        trees = _trees(lanes, w, batch, contract.chain)
+        if view.path == "graph":
+            trees, decisions = _trees(lanes, w, batch, contract.chain), {}
+        else:  # arrays of our own outlive the step: steps follow each other on one stream
+            if (lanes, w, contract.chain) not in self._eager:
+                fresh = _trees(lanes, w, batch, contract.chain)
+                self._eager[lanes, w, contract.chain] = (fresh, {})
+            trees, decisions = self._eager[lanes, w, contract.chain]
+            trees["tokens"] = batch.input_ids
         shape = Shape(
             lanes=lanes,
             w=w,
@@ -221,7 +230,9 @@ class DeviceChecker:
         table = check.bind_table(
             buffers, shape, runner.req_to_token_pool.req_to_token, batch.req_pool_indices
         )
-        return Launch(shape, buffers, trees, check.bind(buffers, shape), table)
+        launch = Launch(shape, buffers, trees, check.bind(buffers, shape), table)
+        launch.decisions = decisions
+        return launch
 
     def _outcome(self, launch: Launch, walk: Walk | None) -> Operands | None:
         """The acceptance in static buffers, so that its operands are bound once."""
@@ -230,14 +241,9 @@ class DeviceChecker:
         path = int(walk.index.shape[1])
         kind = (path, walk.global_rows)
         if kind not in launch.outcome:
-            lanes, w, device = launch.shape.lanes, launch.shape.w, walk.index.device
-            decision = Decision(
-                predict=torch.zeros((lanes, w), dtype=torch.int32, device=device),
-                accept=torch.full((lanes, path), -1, dtype=torch.int32, device=device),
-                lens=torch.ones(lanes, dtype=torch.int32, device=device),
-                greedy=torch.zeros(lanes, dtype=torch.int32, device=device),
-                global_rows=walk.global_rows,
-            )
+            if kind not in launch.decisions:
+                launch.decisions[kind] = _decision(launch.shape, walk)
+            decision = launch.decisions[kind]
             bound = self.graphs.check.bind_outcome(launch.buffers, launch.shape, decision)
             launch.outcome[kind] = (decision, bound)
         decision, bound = launch.outcome[kind]
@@ -247,10 +253,23 @@ class DeviceChecker:
              decision.lens[:bs]],
             [walk.predict[: bs * launch.shape.w], walk.index, walk.lens],
         )  # fmt: skip
-        if walk.greedy != launch.trees.get("greedy", False):
+        filled = launch.trees.setdefault("greedy", {})  # what the array of each kind holds
+        if walk.greedy != filled.get(kind, False):
             decision.greedy.fill_(int(walk.greedy))
-            launch.trees["greedy"] = walk.greedy
+            filled[kind] = walk.greedy
         return bound
+
+
+def _decision(shape: Shape, walk: Walk) -> Decision:
+    """Static arrays for the acceptance of one path length."""
+    lanes, device = shape.lanes, walk.index.device
+    return Decision(
+        predict=torch.zeros((lanes, shape.w), dtype=torch.int32, device=device),
+        accept=torch.full((lanes, walk.index.shape[1]), -1, dtype=torch.int32, device=device),
+        lens=torch.ones(lanes, dtype=torch.int32, device=device),
+        greedy=torch.zeros(lanes, dtype=torch.int32, device=device),
+        global_rows=walk.global_rows,
+    )
 
 
 def _key(view: View) -> tuple[int, int]:
