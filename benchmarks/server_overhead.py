@@ -16,7 +16,6 @@ import itertools
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -68,33 +67,6 @@ def summary(
     }  # fmt: skip
 
 
-def gpu_memory(pids: set[int]) -> int | None:
-    """MiB that these processes use on the GPU, where nvidia-smi says so."""
-    try:
-        out = subprocess.run(
-            ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=20, check=True,
-        ).stdout  # fmt: skip
-        rows = [line.split(",") for line in out.splitlines() if line.strip()]
-        used = [int(memory) for pid, memory in rows if int(pid) in pids]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return sum(used) or None
-
-
-def group_of(child: Child) -> set[int]:
-    """Process ids of an engine: a session of its own."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == child.process.pid:
-            found.add(int(stat.parent.name))
-    return found
-
-
 def one_round(
     children: dict[str, Child], concurrency: int, requests: int, number: int
 ) -> dict[str, Any]:
@@ -128,9 +100,6 @@ def start(
         except RuntimeError as error:
             failed[f"w{key[1]}-{key[0]}"] = str(error)
             child.stop()
-    for key, child in children.items():
-        facts[key]["gpu_mib"] = gpu_memory(group_of(child))
-        facts[key]["pinned_bytes"] = child.probe().get("pinned_bytes")
     return children, facts, failed
 
 
@@ -180,10 +149,10 @@ def _case(
 
 def _more(facts: dict[str, Any], child: Child, requests: int) -> dict[str, Any]:
     probe = child.probe()
-    counted = {name: probe.get(name) for name in ("verify_steps", "steps_checked", "findings")}
-    kept = ("start_s", "gpu_mib", "pinned_bytes")
+    names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "pinned_bytes")
+    counted = {name: probe.get(name) for name in names}
     log = child.cell.path("log.txt").read_text(errors="replace")
-    return {**{name: facts.get(name) for name in kept}, **counted, "requests": requests,
+    return {"start_s": facts.get("start_s"), **counted, "requests": requests,
             "violations_logged": log.count("iolation")}  # fmt: skip
 
 

@@ -202,7 +202,8 @@ class DeviceChecker:
         contract = contract_of(algorithm, facts, view.path)
         lanes = len(batch.req_pool_indices)
         if view.path == "graph":
-            trees, decisions = _trees(lanes, w, batch, contract.chain), {}
+            trees = _trees(lanes, w, batch, contract.chain)
+            decisions: dict[Any, Decision] = {}
         else:  # arrays of our own outlive the step: steps follow each other on one stream
             if (lanes, w, contract.chain) not in self._eager:
                 fresh = _trees(lanes, w, batch, contract.chain)
