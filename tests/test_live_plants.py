@@ -54,6 +54,8 @@ def test_the_fault_is_found_on_its_step_with_its_request(
 
     if rule == "A4" and release() == "0.5.12":
         pytest.skip("0.5.12 claims the bonus token one step earlier; lengths are not compared")
+    if rule == "G4" and release() == "0.5.12":
+        pytest.skip("0.5.12 leaves padded positions as the last replay left them")
     server, guard = start(algorithm)
     plan: dict[str, Any] = {"rule": rule, "from": 3, "at": None}
     plant_at(guard, plan)
