@@ -24,10 +24,12 @@ from ddtree_guard.metrics import Metrics
 from ddtree_guard.recorder import Recorder
 from ddtree_guard.recorder.ring import MAX_BYTES, OUTCOME
 from ddtree_guard.rule import Finding
+from ddtree_guard.step import Step
 
 log = logging.getLogger("ddtree_guard")
 LIMIT = 8  # faults after which nothing is recorded any more
 LOOP = "sglang.srt.managers.scheduler.Scheduler.run_event_loop"
+Evidence = Callable[[Record, Step, Finding], Sequence[Step]]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -100,7 +102,7 @@ class Flight:
 
     def stop(self) -> None:
         """Take the handler away, end the thread, write the trails."""
-        if self._running:
+        if self._running or self.recorder.started:
             self._running = False
             self.recorder.stop()
 
@@ -147,10 +149,18 @@ class Flight:
         self.recorder.accepted(record.step_id, record.rids, tokens, outcome)
 
     @quietly
-    def found(self, record: Record, findings: Sequence[Finding]) -> Path | None:
-        """The step's findings: their dump, where one is due."""
-        assert record.step is not None  # a finding is made from a step
-        return self.recorder.finding(record.step, findings)
+    def found(
+        self, record: Record, findings: Sequence[Finding], evidence: Evidence | None = None
+    ) -> Path | None:
+        """The step's findings: their dump, where one is due. `evidence` gives the steps that it
+        holds of this one, its own first.
+        """
+        step = record.step
+        assert step is not None  # a finding is made from a step
+        if evidence is None or not findings:
+            return self.recorder.finding(step, findings)
+        one = next((f for f in findings if f.request is not None), findings[0])
+        return self.recorder.finding(step, findings, whole=lambda: evidence(record, step, one))
 
     @quietly
     def tainted(self, rid: str) -> None:

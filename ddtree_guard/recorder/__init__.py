@@ -191,13 +191,15 @@ class Recorder:
 
     @harmless
     def finding(
-        self, step: Step, findings: Sequence[Finding], rids: Sequence[str] = ()
-    ) -> Path | None:
+        self, step: Step, findings: Sequence[Finding], rids: Sequence[str] = (),
+        whole: Callable[[], Sequence[Step]] | None = None,
+    ) -> Path | None:  # fmt: skip
         """A step with findings: dump it whole behind the ring's steps, at once.
 
         `rids` are the requests that the findings concern (by default those that each finding
-        names, or all of the step's). Returns the dump, or None where every rule was dumped a
-        moment ago or the dump cannot be written.
+        names, or all of the step's). `whole` gives what the dump holds of the step, itself first;
+        it is called where a dump is written. Returns the dump, or None where every rule was dumped
+        a moment ago or the dump cannot be written.
         """
         if not findings:
             return None
@@ -205,12 +207,13 @@ class Recorder:
             if not found.latent:  # nobody's answer was made from it
                 self.trails.hit(rids or concerned(found, step), found.rule)
         why = ", ".join(dict.fromkeys(found.rule for found in findings))
-        return self.trigger("finding", why, step, findings)
+        return self.trigger("finding", why, step, findings, whole)
 
     # --- triggers -------------------------------------------------------------------------------
     def trigger(
-        self, kind: str, why: str, step: Step | None = None, findings: Sequence[Finding] = ()
-    ) -> Path | None:
+        self, kind: str, why: str, step: Step | None = None, findings: Sequence[Finding] = (),
+        whole: Callable[[], Sequence[Step]] | None = None,
+    ) -> Path | None:  # fmt: skip
         """Write a dump now, in this thread, unless one of this kind, or of each of these rules,
         was just written.
 
@@ -228,7 +231,7 @@ class Recorder:
                 return None
             # also where the disk fails: it is not tried again in the next step
             self._quiet.update({key: self._calm(key, kind, now) for key in keys})
-            return self._dump(kind, why, step, findings)
+            return self._dump(kind, why, step, findings, whole)
 
     def _calm(self, key: str, kind: str, now: float) -> tuple[float, float]:
         """The quiet time that begins: longer each time, unless a person asked."""
@@ -238,11 +241,18 @@ class Recorder:
 
     @harmless
     def _dump(
-        self, kind: str, why: str, step: Step | None, findings: Sequence[Finding]
-    ) -> Path | None:
+        self, kind: str, why: str, step: Step | None, findings: Sequence[Finding],
+        whole: Callable[[], Sequence[Step]] | None,
+    ) -> Path | None:  # fmt: skip
         steps = [] if self.ring is None else self.ring.snapshot()
         if step is not None:
-            steps = [s for s in steps if s.who.step_id != step.who.step_id] + [step]
+            steps = [s for s in steps if s.who.step_id != step.who.step_id]
+            steps += [step] if whole is None else whole()
+        at = (
+            len(steps) - 1
+            if step is None
+            else [s.who.step_id for s in steps].index(step.who.step_id)
+        )
         if not steps:
             log.warning("ddtree_guard: nothing to dump yet, no verify step has run (%s)", why)
             self._quiet.pop(kind, None)
@@ -255,7 +265,7 @@ class Recorder:
             requests=self.trails.recent(),
             doctor=self.doctor,
         )
-        path = self.writer.save(steps, [(len(steps) - 1, f) for f in findings], notes)
+        path = self.writer.save(steps, [(at, f) for f in findings], notes)
         self.count("dumps_failed_total" if path is None else "dumps_total", 1)
         if path is not None:
             self.dumps += 1
@@ -292,6 +302,11 @@ class Recorder:
             self._thread.start()
         if on_signal and self._undo is None:
             self._undo = signals.install(lambda: self._asked.put(("signal", "SIGUSR2")))
+
+    @property
+    def started(self) -> bool:
+        """Whether the thread runs: also after `ask`, which starts it."""
+        return self._thread is not None
 
     def stop(self) -> None:
         """End the thread after what was asked for, write the trails, take the handler away."""

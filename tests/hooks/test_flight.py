@@ -246,8 +246,8 @@ def test_a_finding_offline_is_the_finding_online(
     judged = []
     found = guard.flight.found
     monkeypatch.setattr(
-        guard.flight, "found", lambda record, all_: judged.append((record.step, all_))
-        or found(record, all_)
+        guard.flight, "found", lambda record, *rest: judged.append((record.step, rest[0]))
+        or found(record, *rest)
     )  # fmt: skip
     _plant_next(guard, monkeypatch, rule)
     server.step()
