@@ -1,52 +1,64 @@
 """The incident and its cure: `python examples/garbled_poem.py MODEL`, MODEL from tiny_model.py.
 
-A target trained on the Zen of Python recites it with DDTREE at budgets 7 and 16. With the incident
-switch on, its attention backend is told the draft block size (8) instead of the tree's width:
-budget 7 is 8 rows and stays clean, budget 16 is 17 rows and does not. Turning CUDA graphs off does
-not help; the corrected backend does. Needs a GPU.
+A target trained on the Zen of Python recites it with DDTREE at budgets 7 and 16, graphs on and off.
+On the left its attention backend is told the draft block size (8), as in the incident: 7 + 1 rows
+are 8, and 16 + 1 are not. On the right it has the corrected backend. The guard watches all of
+them and names the fault before the first token has left. Needs a GPU.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
+import textwrap
+from itertools import product, zip_longest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from engines import POEM, Setup, generate, run_all, save, start
 
-SETUPS = (
-    Setup(guard="off"),
-    Setup("DDTREE", 7, incident=True, guard="log"),
-    Setup("DDTREE", 16, incident=True, guard="log"),
-    Setup("DDTREE", 16, incident=True, graphs=False, guard="log"),
-    Setup("DDTREE", 16, guard="log"),
-)
+CELLS = tuple(product((7, 16), (True, False)))  # budget, graphs
+WIDTH = 47
+
+
+def setup_of(budget: int, graphs: bool, incident: bool) -> Setup:
+    return Setup("DDTREE", budget, graphs=graphs, incident=incident, guard="log")
 
 
 def recite(setup: Setup, model: Path, folder: Path) -> None:
-    """One engine: what it prints after the prompt."""
+    """One engine: what it says after the prompt, twice in one batch."""
     engine = start(setup, model)
-    ids = generate(engine, [list(POEM.encode())] * 2, 120)[-1]["ids"]
+    ids = generate(engine, [list(POEM.encode())] * 2, 130)[-1]["ids"]
     save(folder / f"{setup.name}.json", bytes(i % 256 for i in ids).decode("ascii", "replace"))
     engine.shutdown()
 
 
+def said(setup: Setup, folder: Path) -> list[str]:
+    """The poem as this engine tells it, then the guard's first words about it."""
+    path, log = (folder / f"{setup.name}.{end}" for end in ("json", "log"))
+    text = json.loads(path.read_text()) if path.exists() else "(no text)"
+    lines = re.sub(r"[^\n -~]", "?", POEM.splitlines()[-1] + text).splitlines()
+    found = [line for line in log.read_text().splitlines() if "ddtree_guard finding" in line]
+    words = [found[0][found[0].index("ddtree_guard") :]] if found else ["the guard: no finding"]
+    return [part for line in [*lines, "", *words] for part in textwrap.wrap(line, WIDTH) or [""]]
+
+
 def main() -> None:
-    """Run the five engines at once and print their texts and the guard's sentences."""
     if sys.argv[1] == "--cell":
-        recite(Setup(**json.loads(sys.argv[2])), Path(sys.argv[3]), Path(sys.argv[4]))
-        return
+        return recite(Setup(**json.loads(sys.argv[2])), Path(sys.argv[3]), Path(sys.argv[4]))
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp())
-    run_all(__file__, SETUPS, folder, 400, [sys.argv[1], str(folder)])
-    for setup in SETUPS:
-        path, log = folder / f"{setup.name}.json", folder / f"{setup.name}.log"
-        text = json.loads(path.read_text()) if path.exists() else "(no text)"
-        print(f"--- {setup.name}\n{POEM.splitlines()[-1]}{text}\n")
-        findings = [line for line in log.read_text().splitlines() if "ddtree_guard finding" in line]
-        print("\n".join(findings[:1]), end="\n\n" if findings else "")
+    both = [[setup_of(*cell, incident) for incident in (True, False)] for cell in CELLS]
+    run_all(__file__, [s for pair in both for s in pair], folder, 400, [sys.argv[1], str(folder)])
+    for (budget, graphs), pair in zip(CELLS, both, strict=True):
+        heads = [f"budget {budget}, graphs {'on' if graphs else 'off'}: {who} backend"
+                 for who in ("stock", "corrected")]  # fmt: skip
+        left, right = (said(setup, folder) for setup in pair)
+        print(f"\n{heads[0]:<{WIDTH}} | {heads[1]}\n{'-' * WIDTH}-+-{'-' * WIDTH}")
+        for one, two in zip_longest(left, right, fillvalue=""):
+            print(f"{one:<{WIDTH}} | {two}".rstrip())
 
 
 if __name__ == "__main__":

@@ -87,6 +87,11 @@ def write(step: Step, planted: Step, view: View, rule: str) -> tuple[str, ...]:
             _copy(LIVE[path](view), value)
         if path == "tree.tokens":  # the rows that the target model is fed
             _copy(view.batch.input_ids, value)
+        if (
+            path == "positions.values"
+            and getattr(view.batch.spec_info, "positions", None) is not None
+        ):
+            _copy(view.batch.spec_info.positions, value)  # a planned replay copies them once more
     return tuple(changed)
 
 
