@@ -103,7 +103,11 @@ def judged(rule: str, plan: dict[str, Any]) -> dict[str, Any]:
     own = [found for found in plan["found"] if found["rule"] == rule]
     others = sorted({found["rule"] for found in plan["found"]} - {rule})
     return {
-        **{name: plan.get(name) for name in ("at", "path", "how", "device", "changed", "error")},
+        **{
+            name: plan[name]
+            for name in ("at", "path", "how", "device", "changed", "not_checked", "error")
+            if name in plan
+        },
         "found": bool(own),
         "right_request": any(found["rid"] in (plan["rid"], None) for found in own),
         "tokens_left": own[0]["tokens_left"] if own else None,

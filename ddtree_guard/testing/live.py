@@ -30,6 +30,7 @@ from ddtree_guard.hooks.patching import Original, Patch, apply
 from ddtree_guard.hooks.record import Record, Walk
 from ddtree_guard.hooks.sites import SCHEDULER
 from ddtree_guard.hooks.view import View
+from ddtree_guard.rule import Site
 from ddtree_guard.step import Step
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.plant import LIVE, TABLE, write
@@ -39,8 +40,9 @@ MOST = 20_000  # steps whose lengths are kept
 GAP = 16  # steps between two faults: after a hit the guard reads 8 steps to the host
 SAMPLED = 64  # at depth full every 64th step is judged by the rules that have no device bit
 WALK = ("outcome.predict", "outcome.accept_index", "outcome.accept_lens")
-# Lengths of 2**31 and tokens behind the vocabulary would crash the kernels that read them.
-UNSAFE = ("K11", "T6")
+# Put into the record: lengths of 2**31 and tokens behind the vocabulary would crash the kernels
+# that read them; M7, M9 and W5 take away a mask, a cell, a column: no values of a tensor.
+NOT_LIVE = ("K11", "T6", "M7", "W5", "M9")
 
 
 def load() -> None:
@@ -147,7 +149,8 @@ class Planter:
 
     How a fault gets in is kept beside it: `tensors` (what attention, or the check inside the graph,
     reads), `walk` (the acceptance that the worker reports), `commit` (lengths that the scheduler
-    keeps), or `record` (a value of the host, put into the Step that the guard reads).
+    keeps), `record` (a value of the host, put into the Step that the guard reads), or `start` (a
+    configuration that the guard judges before it serves).
     """
 
     def __init__(self, guard: Any, rules: list[str]) -> None:
@@ -210,12 +213,20 @@ class Planter:
             row["error"] = f"{type(error).__name__}: {error}"
 
     def _plant(self, rule: str, step: Step, view: View, row: dict[str, Any]) -> None:
+        if find_rule(rule).site is Site.INIT:
+            row |= {"how": "start", "at": 0}
+            self.guard.judge(FAULTS[rule](step, step.bs - 1).step)
+            return
         if find_rule(rule).family in "AL":
             row["how"], self._walk = ("commit", "") if rule == "A4" else ("walk", rule)
             return
+        why = [n.why for n in self.guard.guard.check(step).not_checked if n.rule == rule]
+        if why:
+            row["not_checked"] = why[0]
+            return
         planted = FAULTS[rule](step, step.bs - 1).step
         paths = changed(step, planted)
-        if rule not in UNSAFE and paths and all(path in (*LIVE, TABLE) for path in paths):
+        if rule not in NOT_LIVE and paths and all(path in (*LIVE, TABLE) for path in paths):
             if TABLE in paths:
                 self._keep_table(view)
             row["how"], row["changed"] = "tensors", list(write(step, planted, view, rule))
@@ -285,5 +296,5 @@ def altered(walk: Walk, planted: Step) -> Walk:
         predict=like(walk.predict, outcome.predict),
         index=like(walk.index, outcome.accept_index),
         greedy=walk.greedy,
-        global_rows=walk.global_rows,
+        global_rows=False,
     )
