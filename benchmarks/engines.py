@@ -7,6 +7,7 @@ the environment and because several engines may share one GPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -113,6 +114,7 @@ def write_plugins() -> Path:
 
 def start(setup: Setup, model: Path, **more: Any) -> Any:
     """Start the engine in this process. Token ids in, token ids out."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the script that started this process
     os.environ.update(setup.environment())
     found = paths()
     sys.path[:0] = found
