@@ -2,9 +2,8 @@
 
 Sound engines run at depth `full` until enough steps are checked, and must give no finding. Planted
 ones get the fault of every active rule, one after another, and each must be named on its own step,
-before the step's tokens leave. Incident engines must be named on the first verify step of the
-first request. On the way every sound step says what DFLASH's chain, which is the spine of its tree,
-would have committed from the same state. Rows go to OUT/ddtree_watch.json.
+before the step's tokens leave. On the way every step says what DFLASH's chain, which is the spine
+of its tree, would have committed from the same state. Rows go to OUT/ddtree_watch.json.
 """
 
 from __future__ import annotations
@@ -31,11 +30,6 @@ SOUND = (
     replace(TREE, budget=7, overlap=False),
 )
 PLANTED = (replace(TREE, plant=True), replace(TREE, plant=True, graphs=False))
-INCIDENT = (
-    replace(TREE, incident=True),
-    replace(TREE, incident=True, graphs=False),
-    replace(TREE, incident=True, budget=7),
-)
 LINE = "ddtree_guard finding"
 
 
@@ -45,15 +39,14 @@ def cell(setup: Setup, model: Path, folder: Path, steps: int, seconds: float) ->
     started = time.monotonic() - begun
     prompts, path = text_prompts(64, seed=3), folder / f"{setup.name}.json"
     live, texts, sent = folder / f"{setup.name}.live.json", [], 0
-    wanted = 1 if setup.incident else steps
     while time.monotonic() - begun < seconds:
-        bs = 1 if setup.incident else (16, 2, 7, 1, 12, 4)[sent % 6]
+        bs = (16, 2, 7, 1, 12, 4)[sent % 6]
         at = (sent * 11) % (len(prompts) - bs)
-        outs = generate(engine, prompts[at : at + bs], 96 if setup.incident else 160)
+        outs = generate(engine, prompts[at : at + bs], 160)
         texts, sent = texts or [out["ids"] for out in outs], sent + 1
         found = json.loads(live.read_text()) if live.exists() else {}
         save(path, {"texts": texts, "batches": sent, "started_s": started})
-        if found.get("verify_steps", 0) >= wanted and not found.get("left"):
+        if found.get("verify_steps", 0) >= steps and not found.get("left"):
             break
     time.sleep(1.5)  # the live file is written twice a second
     engine.shutdown()
@@ -76,7 +69,7 @@ def row_of(setup: Setup, folder: Path) -> dict[str, Any]:
     boot = [line for line in log if "ddtree_guard armed=" in line]
     row: dict[str, Any] = {
         "budget": setup.budget, "graphs": setup.graphs, "overlap": setup.overlap,
-        "incident": setup.incident, "depth": setup.depth, "boot": boot[:1],
+        "depth": setup.depth, "boot": boot[:1],
         **{name: live[name] for name in ("verify_steps", "steps_checked", "findings", "latent",
                                          "skipped", "faults", "checker")},
         "lines": lines[:12],
@@ -124,7 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5500)
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--parallel", type=int, default=9)
-    parser.add_argument("--only", choices=("sound", "planted", "incident"))
+    parser.add_argument("--only", choices=("sound", "planted"))
     parser.add_argument("--cell")
     args = parser.parse_args()
     folder = args.out / "ddtree_watch"
@@ -132,7 +125,7 @@ def main() -> None:
         setup = Setup(**json.loads(args.cell))
         cell(setup, args.model, folder, args.steps, args.seconds - 12)
         return
-    groups = {"planted": PLANTED, "sound": SOUND, "incident": INCIDENT}
+    groups = {"planted": PLANTED, "sound": SOUND}
     setups = groups[args.only] if args.only else sum(groups.values(), ())
     extra = [str(args.model), str(args.out), "--steps", str(args.steps)]
     extra += ["--seconds", str(args.seconds)]

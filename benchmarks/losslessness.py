@@ -29,6 +29,10 @@ from typing import Any
 
 from engines import Setup, generate, run_all, save, start, text_prompts
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ddtree_guard.render import parse_line
+
 COUNT, PROMPTS = 96, 48  # tokens per request, prompts
 SWEEP = (*range(1, 33), 48, 64, 128, 256)
 GRAPHS = (7, 8, 15, 16, 17, 31, 32, 64, 256)
@@ -46,7 +50,8 @@ def setups(quick: bool) -> list[Setup]:
     plan = [PLAIN, PLAIN_EXACT]
     if quick:
         exact = replace(tree, dtype=EXACT)
-        return [*plan, exact, replace(exact, graphs=False), replace(tree, incident=True)]
+        broken = replace(tree, incident=True, guard="log")
+        return [*plan, exact, replace(exact, graphs=False), broken]
     plan += [replace(PLAIN, graphs=False), replace(PLAIN, chunk=32), Setup("DFLASH")]
     for dtype in (EXACT, "auto"):
         for block in (8, 16):
@@ -54,8 +59,9 @@ def setups(quick: bool) -> list[Setup]:
             plan += [Setup("DDTREE", 64, block, dtype=dtype)]
     plan += [Setup("DDTREE", b, 8) for b in GRAPHS if b != 64]
     plan += [replace(tree, block=16), Setup("DDTREE", 16, 8, dtype=EXACT)]
-    plan += [replace(tree, incident=True), replace(tree, incident=True, graphs=False)]
-    plan += [Setup("DDTREE", b, incident=True) for b in (7, 8, 64)]
+    broken = replace(tree, incident=True, guard="log")
+    plan += [broken, replace(broken, graphs=False)]
+    plan += [replace(broken, budget=b) for b in (7, 8, 64)]
     plan += [replace(tree, site="SITE17"), replace(tree, site="SITE17", graphs=False)]
     return plan
 
@@ -225,7 +231,18 @@ def report(folder: Path, everything: list[Setup]) -> dict[str, Any]:
              and row["dtype"] != EXACT for gap in row["logit_gaps"]]
         ),
         "acceptance": acceptance(folder, everything),
+        "incidents": [incident(setup, folder) for setup in everything if setup.incident],
     }  # fmt: skip
+
+
+def incident(setup: Setup, folder: Path) -> dict[str, Any]:
+    """What the guard said first about an engine with the incident switch on; None if nothing."""
+    log = folder / f"{setup.name}.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    found = [parse_line(line) for line in lines if "ddtree_guard finding" in line]
+    return {"budget": setup.budget, "graphs": setup.graphs,
+            "at_start": [one["rule"] for one in found if one["step"] == "0"],
+            "first_step": next((one for one in found if one["step"] != "0"), None)}  # fmt: skip
 
 
 def row_of(setup: Setup, run: dict[str, Any], reference: Any, gap_of: Any) -> dict[str, Any]:
