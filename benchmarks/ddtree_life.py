@@ -2,8 +2,9 @@
 
 Plain decoding and DDTREE serve the same requests in float32, so their texts must be equal: stop
 tokens inside an accepted path, small limits of new tokens, prompts whose KV an earlier answer left
-in the radix cache, and requests that keep running while others are aborted. SGLang checks its KV
-pool for leaks whenever it is idle and ends the server if it finds one, which would show here.
+in the radix cache, requests that keep running while others are aborted, and requests that SGLang
+takes back and prefills again because the pool is full. It checks its KV pool for leaks whenever it
+is idle and ends the server if it finds one, which would show here.
 With --tp the same on two GPUs against plain decoding on one. Rows go to OUT/ddtree_life.json.
 """
 
@@ -22,7 +23,7 @@ from engines import Setup, run_all, save, start, text_prompts
 
 PLAIN = Setup(dtype="float32")
 TREE = Setup("DDTREE", 16, dtype="float32")
-SETUPS = (PLAIN, TREE, replace(TREE, graphs=False, overlap=False), replace(TREE, budget=64))
+SETUPS = (PLAIN, TREE, replace(TREE, graphs=False, overlap=False), replace(TREE, pool=2600))
 TWO = (PLAIN, TREE, replace(TREE, tp=2), replace(TREE, tp=2, graphs=False))
 NEWLINE, SPACE = 10, 32
 
@@ -108,6 +109,7 @@ def report(folder: Path, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:
             wanted, got = flat(reference.get(name)), flat(found.get(name))
             rows.append({
                 "budget": setup.budget, "graphs": setup.graphs, "overlap": setup.overlap,
+                "pool": setup.pool,
                 "tp": setup.tp, "chapter": name, "answers": len(got),
                 "differing": sum(a != b for a, b in zip(wanted, got, strict=False))
                 if len(got) == len(wanted) and got else None,

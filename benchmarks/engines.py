@@ -52,6 +52,7 @@ class Setup:
     plant: bool = False
     time: bool = False  # measure the target's forwards
     tp: int = 1
+    pool: int = 60_000  # KV slots; few of them make SGLang take requests back
     site: str = ""  # variable that holds a folder with another SGLang
 
     @property
@@ -68,7 +69,8 @@ class Setup:
             "guarded": self.plain_guard,
             f"chunk{self.chunk}": self.chunk, "deterministic": self.deterministic,
             "timed": self.time, "planted": self.plant, f"tp{self.tp}": self.tp > 1,
-            self.site.lower(): self.site, "sync": not self.overlap,
+            f"pool{self.pool}": self.pool != 60_000, self.site.lower(): self.site,
+            "sync": not self.overlap,
         }  # fmt: skip
         return "-".join([*parts, *(word for word, on in extra.items() if on)])
 
@@ -128,7 +130,7 @@ def start(setup: Setup, model: Path, **more: Any) -> Any:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "mem_fraction_static": setup.memory,
-        "max_total_tokens": 60_000,
+        "max_total_tokens": setup.pool,
         "max_running_requests": setup.max_bs,
         "disable_cuda_graph": not setup.graphs,
         "disable_overlap_schedule": not setup.overlap,

@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from engines import POEM, Setup, generate, run_all, save, start
 
-CELLS = tuple(product((7, 16), (True, False)))  # budget, graphs
-WIDTH = 47
+WIDTH = 50
 
 
-def setup_of(budget: int, graphs: bool, incident: bool) -> Setup:
-    return Setup("DDTREE", budget, graphs=graphs, incident=incident, guard="log")
+def engines(bad: bool) -> list[Setup]:
+    cells = product((7, 16), (True, False))
+    return [Setup("DDTREE", b, graphs=g, incident=bad, guard="log") for b, g in cells]
 
 
 def recite(setup: Setup, model: Path, folder: Path) -> None:
@@ -37,12 +37,12 @@ def recite(setup: Setup, model: Path, folder: Path) -> None:
 
 
 def said(setup: Setup, folder: Path) -> list[str]:
-    """The poem as this engine tells it, then the guard's first words about it."""
+    """The poem as this engine tells it, then the guard's first words about a step of it."""
     path, log = (folder / f"{setup.name}.{end}" for end in ("json", "log"))
     text = json.loads(path.read_text()) if path.exists() else "(no text)"
     lines = re.sub(r"[^\n -~]", "?", POEM.splitlines()[-1] + text).splitlines()
-    found = [line for line in log.read_text().splitlines() if "ddtree_guard finding" in line]
-    words = [found[0][found[0].index("ddtree_guard") :]] if found else ["the guard: no finding"]
+    found = re.findall("ddtree_guard finding.* step=[1-9].*", log.read_text())
+    words = [found[0] if found else "the guard: no finding"]
     return [part for line in [*lines, "", *words] for part in textwrap.wrap(line, WIDTH) or [""]]
 
 
@@ -50,15 +50,13 @@ def main() -> None:
     if sys.argv[1] == "--cell":
         return recite(Setup(**json.loads(sys.argv[2])), Path(sys.argv[3]), Path(sys.argv[4]))
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp())
-    both = [[setup_of(*cell, incident) for incident in (True, False)] for cell in CELLS]
-    run_all(__file__, [s for pair in both for s in pair], folder, 400, [sys.argv[1], str(folder)])
-    for (budget, graphs), pair in zip(CELLS, both, strict=True):
-        heads = [f"budget {budget}, graphs {'on' if graphs else 'off'}: {who} backend"
-                 for who in ("stock", "corrected")]  # fmt: skip
-        left, right = (said(setup, folder) for setup in pair)
-        print(f"\n{heads[0]:<{WIDTH}} | {heads[1]}\n{'-' * WIDTH}-+-{'-' * WIDTH}")
-        for one, two in zip_longest(left, right, fillvalue=""):
-            print(f"{one:<{WIDTH}} | {two}".rstrip())
+    for bad in (True, False):
+        run_all(__file__, engines(bad), folder, 200, [sys.argv[1], str(folder)])
+    for broken, whole in zip(engines(True), engines(False), strict=True):
+        name = f"budget {broken.budget}, graphs {'on' if broken.graphs else 'off'}, stock backend"
+        print(f"\n{name:<{WIDTH}} | corrected backend\n{'-' * 2 * WIDTH}")
+        for left, right in zip_longest(said(broken, folder), said(whole, folder), fillvalue=""):
+            print(f"{left:<{WIDTH}} | {right}".rstrip())
 
 
 if __name__ == "__main__":
