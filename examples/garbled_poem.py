@@ -1,9 +1,8 @@
 """The incident and its cure: `python examples/garbled_poem.py MODEL`, MODEL from tiny_model.py.
 
-A target trained on the Zen of Python recites it with DDTREE at budgets 7 and 16, graphs on and off.
-On the left its attention backend is told the draft block size (8), as in the incident: 7 + 1 rows
-are 8, and 16 + 1 are not. On the right it has the corrected backend. The guard watches all of
-them and names the fault before the first token has left. Needs a GPU.
+A target recites the Zen of Python with DDTREE at budgets 7 and 16, graphs on and off. On the left
+its backend is told the draft block size (8), as in the incident: 7 + 1 rows are 8, 16 + 1 are not.
+On the right it is the corrected one. The guard names the fault in its first step. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -39,19 +38,18 @@ def recite(setup: Setup, model: Path, folder: Path) -> None:
 def said(setup: Setup, folder: Path) -> list[str]:
     """The poem as this engine tells it, then the guard's first words about a step of it."""
     path, log = (folder / f"{setup.name}.{end}" for end in ("json", "log"))
-    text = json.loads(path.read_text()) if path.exists() else "(no text)"
-    lines = re.sub(r"[^\n -~]", "?", POEM.splitlines()[-1] + text).splitlines()
+    text = POEM.splitlines()[-1] + (json.loads(path.read_text()) if path.exists() else "(no text)")
+    lines = re.sub(r"[^\n -~]", "?", text).splitlines()
     found = re.findall("ddtree_guard finding.* step=[1-9].*", log.read_text())
-    words = [found[0] if found else "the guard: no finding"]
-    return [part for line in [*lines, "", *words] for part in textwrap.wrap(line, WIDTH) or [""]]
+    lines += ["", found[0] if found else "the guard: no finding"]
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
 
 
 def main() -> None:
     if sys.argv[1] == "--cell":
         return recite(Setup(**json.loads(sys.argv[2])), Path(sys.argv[3]), Path(sys.argv[4]))
     folder = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp())
-    for bad in (True, False):
-        run_all(__file__, engines(bad), folder, 200, [sys.argv[1], str(folder)])
+    run_all(__file__, engines(True) + engines(False), folder, 200, [sys.argv[1], str(folder)])
     for broken, whole in zip(engines(True), engines(False), strict=True):
         name = f"budget {broken.budget}, graphs {'on' if broken.graphs else 'off'}, stock backend"
         print(f"\n{name:<{WIDTH}} | corrected backend\n{'-' * 2 * WIDTH}")
