@@ -1,4 +1,4 @@
-"""The incident and its cure: `python examples/garbled_poem.py MODEL`, MODEL from tiny_model.py.
+"""The incident and its cure: `python examples/garbled_poem.py MODEL` (from tiny_model.py).
 
 A target recites the Zen of Python with DDTREE at budgets 7 and 16, graphs on and off. On the left
 its backend is told the draft block size (8), as in the incident: 7 + 1 rows are 8, 16 + 1 are not.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 import textwrap
 from itertools import product, zip_longest
 from pathlib import Path
@@ -39,16 +38,16 @@ def said(setup: Setup, folder: Path) -> list[str]:
     """The poem as this engine tells it, then the guard's first words about a step of it."""
     path, log = (folder / f"{setup.name}.{end}" for end in ("json", "log"))
     text = POEM.splitlines()[-1] + (json.loads(path.read_text()) if path.exists() else "(no text)")
-    lines = re.sub(r"[^\n -~]", "?", text).splitlines()
     found = re.findall("ddtree_guard finding.* step=[1-9].*", log.read_text())
-    lines += ["", found[0] if found else "the guard: no finding"]
+    lines = re.sub(r"[^\n -~]", "?", text).splitlines()
+    lines += ["", *(found[:1] or ["the guard: no finding"])]
     return [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
 
 
 def main() -> None:
     if sys.argv[1] == "--cell":
         return recite(Setup(**json.loads(sys.argv[2])), Path(sys.argv[3]), Path(sys.argv[4]))
-    folder = Path(sys.argv[2] if len(sys.argv) > 2 else tempfile.mkdtemp())
+    folder = Path(sys.argv[2] if len(sys.argv) > 2 else "garbled-poem")
     run_all(__file__, engines(True) + engines(False), folder, 200, [sys.argv[1], str(folder)])
     for broken, whole in zip(engines(True), engines(False), strict=True):
         name = f"budget {broken.budget}, graphs {'on' if broken.graphs else 'off'}, stock backend"
