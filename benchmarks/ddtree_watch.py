@@ -1,9 +1,10 @@
 """The guard on live DDTREE workers: `python benchmarks/ddtree_watch.py MODEL OUT`.
 
-Sound engines run at depth `full` until enough steps are checked, and must give no finding. Planted
-ones get the fault of every active rule, one after another, and each must be named on its own step,
-before the step's tokens leave. On the way every step says what DFLASH's chain, which is the spine
-of its tree, would have committed from the same state. Rows go to OUT/ddtree_watch.json.
+Planted engines get the fault of every active rule, one after another, and each must be named on its
+own step, before the step's tokens leave. Sound ones (`--only sound`; losslessness.py has more) run
+at depth `full` until enough steps are checked, and must give no finding. On the way every step
+says what DFLASH's chain, which is the spine of its tree, would have committed from the same
+state. Rows go to OUT/ddtree_watch.json.
 """
 
 from __future__ import annotations
@@ -54,22 +55,24 @@ def cell(setup: Setup, model: Path, folder: Path, steps: int, seconds: float) ->
 
 def report(folder: Path, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:
     """One row per engine."""
-    return [row_of(setup, folder) for setup in setups if _live(setup, folder).exists()]
+    return [watched(setup, folder) for setup in setups if live_file(setup, folder).exists()]
 
 
-def _live(setup: Setup, folder: Path) -> Path:
+def live_file(setup: Setup, folder: Path) -> Path:
+    """Where testing/live.py writes about this engine."""
     return folder / f"{setup.name}.live.json"
 
 
-def row_of(setup: Setup, folder: Path) -> dict[str, Any]:
+def watched(setup: Setup, folder: Path) -> dict[str, Any]:
     """Counters, the first finding in the log, chain against tree, and the planted faults."""
-    live = json.loads(_live(setup, folder).read_text())
+    live = json.loads(live_file(setup, folder).read_text())
     log = (folder / f"{setup.name}.log").read_text(errors="replace").splitlines()
     lines = [found for line in log if LINE in line and (found := parse_line(line))]
     boot = [line for line in log if "ddtree_guard armed=" in line]
     row: dict[str, Any] = {
         "budget": setup.budget, "graphs": setup.graphs, "overlap": setup.overlap,
-        "depth": setup.depth, "boot": boot[:1],
+        "block": setup.block, "depth": setup.depth, "boot": boot[:1],
+        "release": "0.5.17" if setup.site else "0.5.16",
         **{name: live[name] for name in ("verify_steps", "steps_checked", "findings", "latent",
                                          "skipped", "faults", "checker")},
         "lines": lines[:12],

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,15 @@ def paths() -> list[str]:
     return [str(here.parent), str(here), str(write_plugins())]
 
 
+def unused_models() -> str:
+    """SGLang's model files but those of the tiny model: an engine imports hundreds otherwise."""
+    spec = find_spec("sglang")
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    kept = {"qwen2", "qwen3", "dflash", "utils", "registry", "__init__"}
+    names = {path.stem for root in roots for path in Path(root).glob("srt/models/*.py")}
+    return ",".join(sorted(names - kept))
+
+
 def write_plugins() -> Path:
     """A folder of metadata that lets SGLang find the plugins, those that are not installed."""
     group = "sglang.srt.plugins"
@@ -121,6 +131,8 @@ def start(setup: Setup, model: Path, **more: Any) -> Any:
     found = paths()
     sys.path[:0] = found
     os.environ["PYTHONPATH"] = os.pathsep.join([*found, os.environ.get("PYTHONPATH", "")])
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", unused_models())
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
     import sglang
 
     options: dict[str, Any] = {

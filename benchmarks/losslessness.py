@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddtree_watch import live_file, watched
 from engines import Setup, generate, run_all, save, start, text_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,43 +39,39 @@ COUNT, PROMPTS = 96, 48  # tokens per request, prompts
 SWEEP = (*range(1, 33), 48, 64, 128, 256)
 GRAPHS = (7, 8, 15, 16, 17, 31, 32, 64, 256)
 SIZES = tuple(range(1, 17))
-FEW = (1, 3, 8, 16)
 EXACT = "float32"
 PLAIN, PLAIN_EXACT = Setup(), Setup(dtype=EXACT)
 NOISE_SHAPES = (1, 2, 4, 8, 16)
 BUDGET_MAX = max(SWEEP)
 
 
-def setups(quick: bool) -> list[Setup]:
-    """Plain decoding in several shapes, eager sweeps, captured budgets, the incident, 0.5.17."""
-    tree = Setup("DDTREE", 16)
-    plan = [PLAIN, PLAIN_EXACT]
-    if quick:
-        exact = replace(tree, dtype=EXACT)
-        broken = replace(tree, incident=True, guard="log")
-        return [*plan, exact, replace(exact, graphs=False), broken]
-    plan += [replace(PLAIN, graphs=False), replace(PLAIN, chunk=32), Setup("DFLASH")]
-    for dtype in (EXACT, "auto"):
-        for block in (8, 16):
-            plan += [Setup("DDTREE", BUDGET_MAX, block, graphs=False, dtype=dtype)]
-            plan += [Setup("DDTREE", 64, block, dtype=dtype)]
-    plan += [Setup("DDTREE", b, 8) for b in GRAPHS if b != 64]
-    plan += [replace(tree, block=16), Setup("DDTREE", 16, 8, dtype=EXACT)]
-    broken = replace(tree, incident=True, guard="log")
-    plan += [broken, replace(broken, graphs=False)]
-    plan += [replace(broken, budget=b) for b in (7, 8, 64)]
+def setups() -> list[Setup]:
+    """Plain decoding in several shapes, eager sweeps, captured budgets, the incident, 0.5.17.
+
+    What matters most comes first. Engines of one precision are guarded, at full depth, so that
+    their steps say how silent the checks are.
+    """
+    exact, tree = Setup("DDTREE", 64, dtype=EXACT), Setup("DDTREE", 16, guard="log", depth="full")
+    sweep, broken = replace(tree, budget=BUDGET_MAX, graphs=False), replace(tree, incident=True)
+    exact_sweep = replace(exact, budget=BUDGET_MAX, graphs=False)
+    plan = [PLAIN, PLAIN_EXACT, exact_sweep, sweep, exact]
+    plan += [replace(exact_sweep, block=16), replace(tree, budget=64), tree, Setup("DFLASH")]
+    plan += [broken, replace(broken, graphs=False), replace(exact, block=16)]
+    plan += [replace(tree, budget=7), replace(sweep, block=16), replace(exact, budget=16)]
     plan += [replace(tree, site="SITE17"), replace(tree, site="SITE17", graphs=False)]
-    return plan
+    plan += [replace(tree, budget=b) for b in GRAPHS if b not in (7, 16, 64)]
+    plan += [replace(tree, block=16), replace(tree, block=16, budget=64)]
+    plan += [replace(PLAIN, graphs=False), replace(PLAIN, chunk=32)]
+    return plan + [replace(broken, budget=b) for b in (7, 8, 64)]
 
 
-def jobs_of(setup: Setup, quick: bool) -> list[tuple[int, int, int]]:
+def jobs_of(setup: Setup) -> list[tuple[int, int, int]]:
     """(batch size, budget, first prompt) of every cell of an engine."""
     if not setup.algorithm:
-        sizes = FEW if quick else SIZES
-        return [(bs, 0, at) for bs in sizes for at in range(0, PROMPTS - bs + 1, bs)]
+        return [(bs, 0, at) for bs in SIZES for at in range(0, PROMPTS - bs + 1, bs)]
     sweeps = setup.algorithm == "DDTREE" and not setup.graphs and setup.budget == BUDGET_MAX
     if not sweeps:
-        sizes = (3, 16) if quick or setup.incident else SIZES
+        sizes = (3, 16) if setup.incident else SIZES
         return [(bs, setup.budget, _first(bs, bs)) for bs in sizes]
     # widest first, so that a run cut short has the cells that stress most
     return [(bs, b, _first(bs, b)) for bs in (16, 3, 1, 8) for b in reversed(SWEEP)]
@@ -89,7 +87,7 @@ def cell(setup: Setup, args: argparse.Namespace, folder: Path) -> None:
     path, begun = folder / f"{setup.name}.json", time.monotonic()
     done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     seen = {(row["bs"], row["budget"], row["first"]) for row in done}
-    jobs = [job for job in jobs_of(setup, args.quick) if job not in seen]
+    jobs = [job for job in jobs_of(setup) if job not in seen]
     prompts, score = text_prompts(PROMPTS), setup in (PLAIN, PLAIN_EXACT)
     if not jobs and not score:
         return
@@ -102,11 +100,14 @@ def cell(setup: Setup, args: argparse.Namespace, folder: Path) -> None:
         outs = generate(engine, prompts[first : first + bs], COUNT, budget)
         done.append({"budget": budget, "bs": bs, "first": first, "outs": outs})
         save(path, done)
+    print("cells done after", round(time.monotonic() - begun), "s", flush=True)
     if score:
         (folder / f"{setup.name}.ready").touch()
         if setup == PLAIN:
-            save(folder / "noise.json", noise(engine, prompts, folder, args.quick))
+            save(folder / "noise.json", noise(engine, prompts, folder))
         answer(setup, engine, prompts, folder, args.wait - (time.monotonic() - begun))
+    if setup.guard != "off":
+        time.sleep(1.2)  # its live file is written twice a second
     engine.shutdown()
 
 
@@ -139,14 +140,14 @@ def _top(out: dict[str, Any]) -> list[dict[int, float]]:
     return [{e[1]: e[0] for e in place} for place in out["meta_info"]["output_top_logprobs"]]
 
 
-def noise(engine: Any, prompts: list[list[int]], folder: Path, quick: bool) -> list[float]:
+def noise(engine: Any, prompts: list[list[int]], folder: Path) -> list[float]:
     """How far plain decoding moves the gap of a row's two best tokens from shape to shape."""
     reference = plain_texts(folder, PLAIN.dtype)
     first: dict[tuple[int, int], dict[int, float]] = {}
     moved: list[float] = []
     params = {"temperature": 0.0, "max_new_tokens": COUNT, "ignore_eos": True}
-    for bs in NOISE_SHAPES[: 3 if quick else None]:
-        for at in range(0, 8 if quick else PROMPTS, bs):
+    for bs in NOISE_SHAPES:
+        for at in range(0, PROMPTS, bs):
             outs = engine.generate(
                 input_ids=prompts[at : at + bs], sampling_params=params, return_logprob=True,
                 top_logprobs_num=4,
@@ -231,6 +232,8 @@ def report(folder: Path, everything: list[Setup]) -> dict[str, Any]:
              and row["dtype"] != EXACT for gap in row["logit_gaps"]]
         ),
         "acceptance": acceptance(folder, everything),
+        "guarded": [watched(setup, folder) for setup in everything
+                    if setup.plain_guard and live_file(setup, folder).exists()],
         "incidents": [incident(setup, folder) for setup in everything if setup.incident],
     }  # fmt: skip
 
@@ -344,7 +347,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="of one engine")
     parser.add_argument("--total", type=float, default=270.0, help="of everything")
     parser.add_argument("--parallel", type=int, default=4, help="engines beside the plain ones")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="", help="a pattern of engine names; plain ones always")
     parser.add_argument("--wait", type=float, default=0.0)
     parser.add_argument("--cell")
     args = parser.parse_args()
@@ -355,7 +358,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.ready"), folder / "texts.done"):
         old.unlink(missing_ok=True)
-    everything = setups(args.quick)
+    plain = (PLAIN, PLAIN_EXACT)
+    everything = [s for s in setups() if s in plain or re.search(args.only, s.name)]
     run_engines(everything, folder, args)
     result = report(folder, everything)
     save(args.out / "losslessness.json", result)
@@ -367,7 +371,7 @@ def main() -> None:
 def run_engines(everything: list[Setup], folder: Path, args: argparse.Namespace) -> None:
     """The plain engines run beside the others and are released to score when those are done."""
     begun = time.monotonic()
-    extra = [str(args.model), str(args.out)] + (["--quick"] if args.quick else [])
+    extra = [str(args.model), str(args.out)]
 
     def one(setup: Setup, spare: float) -> None:
         left = args.total - (time.monotonic() - begun) - spare

@@ -1,6 +1,6 @@
 """Sampled text of DDTREE against plain sampling: `python benchmarks/sampling.py MODEL OUT`.
 
-1. The kernels: 262,144 requests a case draw two tokens over a vocabulary of 24 through the tree
+1. The kernels: 524,288 requests draw two tokens over a vocabulary of 24 through the tree
    search, SGLang's own sampler, and the walk; one in four requests of a batch is greedy, the others
    have temperature, top-k, top-p or min-p of their own. Chi-square against the exact distribution.
 2. The engines: plain and DDTREE continue one prompt thousands of times in mixed batches; a
@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.2, "top_p": 0.9},
     "greedy": {"temperature": 0.0},
 }
-DRAWS, VOCAB, DEVICE = 1 << 18, 24, "cuda"
+DRAWS, VOCAB, DEVICE = 1 << 19, 24, "cuda"
 
 
 # --- kernels ---
