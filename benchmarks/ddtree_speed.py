@@ -120,8 +120,8 @@ QWEN3_8B = {
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 SHAPED = tuple(
-    Setup(name, budget, max_bs=8, time=True, memory=0.9)
-    for name, budget in (("", 0), ("DFLASH", 0), *(("DDTREE", b) for b in BUDGETS))
+    Setup(name, budget, max_bs=8, time=True, memory=0.9, pool=9000)
+    for name, budget in (("", 0), ("DFLASH", 0), ("DDTREE", 16), ("DDTREE", 64))
 )
 TINY = tuple(
     Setup(name, budget)
