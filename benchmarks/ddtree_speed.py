@@ -18,6 +18,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -145,13 +146,26 @@ def write_shaped(folder: Path) -> Path:
 
 
 def await_turn(folder: Path, turn: int, turns: int) -> None:
-    """Until every engine is up, or the rest has had its time, and those before are done."""
+    """Until every engine is up (or `go` says not to wait any longer) and those before are done.
+
+    Raises RuntimeError for an engine that comes too late: it would disturb the others.
+    """
+    if (folder / "go").exists():
+        raise RuntimeError("this engine came up too late to be measured")
     (folder / f"ready.{turn}").touch()
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        ready = len(list(folder.glob("ready.*"))) + len(list(folder.glob("failed.*"))) >= turns
-        before = [(folder / f"{word}.{turn - 1}").exists() for word in ("done", "failed")]
-        if ready and (turn == 0 or any(before)):
+    changed, last = time.monotonic(), set[int]()
+    while True:
+        up = {at for at in range(turns) if (folder / f"ready.{at}").exists()}
+        over = {
+            int(path.suffix[1:]) for path in folder.glob("[df]*.*") if path.suffix[1:].isdigit()
+        }
+        if over != last:
+            changed, last = time.monotonic(), over
+        begun = (folder / "go").exists() or len(up | over) == turns
+        if not begun:
+            changed = time.monotonic()
+        dead = time.monotonic() - changed > 30  # an engine that ended without a word
+        if begun and (dead or all(at in over for at in up if at < turn)):
             return
         time.sleep(0.1)
 
@@ -252,8 +266,13 @@ def main() -> None:
         return
     extra = [str(args.out), *(["--model", str(args.model)] if args.model else [])]
     extra += ["--budgets", args.budgets, *(["--shaped"] if args.shaped else [])]
-    for stale in (*folder.glob("ready.*"), *folder.glob("done.*"), *folder.glob("failed.*")):
+    for stale in [
+        path for word in ("ready", "done", "failed", "go") for path in folder.glob(f"{word}*")
+    ]:
         stale.unlink()
+    go = threading.Timer(0.6 * args.seconds, (folder / "go").touch)
+    go.daemon = True
+    go.start()
     run_all(__file__, setups, folder, args.seconds, extra)
     result: dict[str, Any] = {"engines": collect(folder, "", TINY),
                               "shaped": collect(folder, "shaped-", SHAPED)}  # fmt: skip
