@@ -28,6 +28,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cells import EXACT, histogram, merged, totals
+from common import write
 from ddtree_watch import live_file, watched
 from engines import Setup, generate, run_all, save, start, text_prompts
 
@@ -39,7 +41,6 @@ COUNT, PROMPTS = 96, 48  # tokens per request, prompts
 SWEEP = (*range(1, 33), 48, 64, 128, 256)
 GRAPHS = (7, 8, 15, 16, 17, 31, 32, 64, 256)
 SIZES = tuple(range(1, 17))
-EXACT = "float32"
 PLAIN, PLAIN_EXACT = Setup(), Setup(dtype=EXACT)
 NOISE_SHAPES = (1, 2, 4, 8, 16)
 BUDGET_MAX = max(SWEEP)
@@ -269,30 +270,6 @@ def row_of(setup: Setup, run: dict[str, Any], reference: Any, gap_of: Any) -> di
     }  # fmt: skip
 
 
-def totals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Plain decoding against its own reference, one row per engine and batch size."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in rows:
-        key = tuple(row[name] for name in ("dtype", "graphs", "chunk", "bs"))
-        total = found.setdefault(key, {
-            **dict(zip(("dtype", "graphs", "chunk", "bs"), key, strict=True)),
-            "tokens": 0, "compared": 0, "sequences_differing": 0, "max_logit_gap": 0.0,
-        })  # fmt: skip
-        for name in ("tokens", "compared", "sequences_differing"):
-            total[name] += row[name]
-        total["max_logit_gap"] = max([total["max_logit_gap"], *row["logit_gaps"]])
-    return list(found.values())
-
-
-def histogram(values: list[float], step: float = 1 / 64) -> dict[str, Any]:
-    """Counts by multiples of 1/64, and the extremes."""
-    counts: dict[str, int] = {}
-    for value in sorted(values):
-        name = f"{round(value / step) * step:.4f}"
-        counts[name] = counts.get(name, 0) + 1
-    return {"count": len(values), "max": max(values, default=0.0), "counts": counts}
-
-
 def acceptance(folder: Path, everything: list[Setup]) -> list[dict[str, Any]]:
     """Mean accept length per engine with graphs, and what it gains on DFLASH, 95 % intervals.
 
@@ -349,9 +326,15 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=4, help="engines beside the plain ones")
     parser.add_argument("--only", default="", help="a pattern of engine names; plain ones always")
     parser.add_argument("--wait", type=float, default=0.0)
+    parser.add_argument("--merge", nargs="+", type=Path, help="results to put together into OUT")
     parser.add_argument("--cell")
     args = parser.parse_args()
     folder = args.out / "losslessness"
+    if args.merge:
+        write(
+            args.out / "losslessness.json", merged([json.loads(p.read_text()) for p in args.merge])
+        )
+        return
     if args.cell:
         cell(Setup(**json.loads(args.cell)), args, folder)
         return

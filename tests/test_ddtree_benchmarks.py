@@ -31,7 +31,7 @@ def losslessness(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     ):
         monkeypatch.setattr(module, name, value)
     yield module
-    for name in ("losslessness", "ddtree_watch", "engines"):
+    for name in ("losslessness", "ddtree_watch", "engines", "common", "cells"):
         sys.modules.pop(name, None)
 
 
@@ -108,6 +108,29 @@ def test_every_budget_of_the_issue_is_planned(losslessness: ModuleType) -> None:
     for block in (8, 16):
         sweep = next(s for s in whole if not s.graphs and s.block == block and s.budget == 256)
         assert {job[1] for job in losslessness.jobs_of(sweep)} == {*range(1, 33), 48, 64, 128, 256}
+
+
+def test_runs_put_together_share_one_yardstick(
+    losslessness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tree = losslessness.Setup("DDTREE", 16)
+    other = replace(tree, budget=32)
+    strict = run(
+        losslessness,
+        monkeypatch,
+        tmp_path / "a",
+        {losslessness.PLAIN: Engine(), tree: Engine(spoil=5)},
+    )
+    loose = run(
+        losslessness, monkeypatch, tmp_path / "b",
+        {losslessness.PLAIN: Engine(shift=0.05), tree: Engine(), other: Engine(spoil=5)},
+    )  # fmt: skip
+    whole = losslessness.merged([strict, loose])
+    assert [row["differing"] for row in strict["rows"]] == [1, 1, 1]
+    assert [(row["budget"], row["differing"]) for row in whole["rows"]] == [(16, 0)] * 3 + [
+        (32, 0)
+    ] * 3
+    assert whole["plain_noise"]["count"] == 2 * strict["plain_noise"]["count"]
 
 
 def test_acceptance_compares_the_same_prompts(losslessness: ModuleType, tmp_path: Path) -> None:
