@@ -59,7 +59,7 @@ def report(folder: Path, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:
 
 
 def live_file(setup: Setup, folder: Path) -> Path:
-    """Where testing/live.py writes about this engine."""
+    """Where testing/tree_probe.py writes about this engine."""
     return folder / f"{setup.name}.live.json"
 
 

@@ -25,7 +25,7 @@ from typing import Any
 # What SGLang loads in an engine of ours. The last two do nothing unless a variable asks them to.
 PLUGINS = {
     "ddtree_guard": "ddtree_guard.hooks.plugin:load",
-    "ddtree_live": "ddtree_guard.testing.live:load",
+    "ddtree_live": "ddtree_guard.testing.tree_probe:load",
     "ddtree_float32": "float32:load",
 }
 

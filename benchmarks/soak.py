@@ -1,16 +1,19 @@
 """Zero false alarms: guarded engines under mixed traffic, cell after cell, on one GPU.
 
     python benchmarks/soak.py --minutes 9 [--parallel 3] [--only NGRAM] [--plant] [--list]
+                              [--site 0.5.17=FOLDER]
 
-Cells cover algorithm x graphs x overlap pairwise. The result file is rewritten after every cell;
-a later call goes on with the cells that are missing. With `--plant` one fault per cell is planted
-through `ddtree_guard.testing`, and must be found on its own step.
+Cells cover algorithm x graphs x overlap x release pairwise: the SGLang of this interpreter, and one
+that lies in a folder. The result file is rewritten after every cell; a later call goes on with the
+cells that are missing. With `--plant` one fault per cell is planted through
+`ddtree_guard.testing`, and must be found on its own step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,32 +29,45 @@ sys.path.insert(0, str(ROOT))
 from ddtree_guard import render
 
 START_S = 170.0  # the first start on a fresh box compiles for more than a minute
-# A fault of each kind of site: built offsets, mask, tree, positions, slots.
-PLANTS = ("W3", "M2", "P1", "K2", "W1")
+WIDTHS = {"NGRAM": (16, 8), "DFLASH": (8, 8), "EAGLE": (8, 12), "DDTREE": (17, 33)}
+PATHS = ((True, True), (False, False), (True, False), (False, True))  # graphs, overlap
+# Faults of each site, per algorithm: built offsets, mask, tree, positions and slots at the build
+# and at the replay, the walk, and the commit. DFLASH passes no mask and walks no tree.
+PLANTS = {
+    "NGRAM": ("W3", "M2", "A1", "A4"),
+    "DFLASH": ("K2", "P1", "G4", "A4"),
+    "EAGLE": ("P1", "A1", "M2", "W3"),
+    "DDTREE": ("P1", "K2", "G4", "M2"),
+}
 
 
-def cells() -> list[Cell]:
-    """All engines: graphs x overlap for each algorithm with a tree or a chain, and plain decode."""
-    wide = {"NGRAM": (16, 8), "DFLASH": (8, 8), "EAGLE": (8, 12), "DDTREE": (17, 33)}
+def cells(site: tuple[str, str] = ("", "")) -> list[Cell]:
+    """All engines. `site` is (release, folder) of a second SGLang; it takes half of the cells and
+    repeats those with graphs and overlap, which is how servers run.
+    """
+    release, folder = site
     found = [Cell("NONE")]
-    for algorithm, widths in wide.items():
-        for at, (graphs, overlap) in enumerate(
-            ((True, True), (False, False), (True, False), (False, True))
-        ):
-            depth = ("fast", "full")[at % 2]
-            w = widths[at // 2]
-            found.append(Cell(algorithm, graphs, overlap, w=w, depth=depth))
+    for algorithm, widths in WIDTHS.items():
+        for at, (graphs, overlap) in enumerate(PATHS):
+            cell = Cell(
+                algorithm, graphs, overlap, w=widths[at // 2], depth=("fast", "full")[at % 2]
+            )
+            other = replace(cell, release=release, site=folder)
+            found.append(other if at >= 2 else cell)
+            if at == 0 and folder:
+                found.append(other)
     return found
 
 
-def planted_cells() -> list[Cell]:
-    """The same engines, each with one fault. DFLASH passes no mask."""
+def planted_cells(site: tuple[str, str] = ("", "")) -> list[Cell]:
+    """One engine per algorithm and fault; those of padded lanes need graphs."""
     found = []
-    speculative = [cell for cell in cells() if cell.algorithm != "NONE"]
-    for at, cell in enumerate(speculative):
-        masks = cell.algorithm != "DFLASH"
-        rules = PLANTS if masks else [rule for rule in PLANTS if rule not in ("W3", "M2")]
-        found.append(replace(cell, plant=f"{rules[at % len(rules)]}@40"))
+    for algorithm, rules in PLANTS.items():
+        mine = [c for c in cells(site) if c.algorithm == algorithm]
+        for at, rule in enumerate(rules):
+            chosen = mine[at % len(mine)]
+            chosen = replace(chosen, graphs=chosen.graphs or rule.startswith("G"))
+            found.append(replace(chosen, plant=f"{rule}@40"))
     return found
 
 
@@ -61,7 +77,8 @@ def measure(cell: Cell, seconds: float, deadline: float) -> dict[str, Any]:
     try:
         start = child.answer(min(START_S, deadline - time.monotonic()))
         outputs = child.ask(120, do="fixed")["outputs"]
-        traffic = child.ask(seconds + 90, do="soak", seconds=seconds, seed=len(cell.name))
+        left = min(seconds, deadline - time.monotonic() - 8)
+        traffic = child.ask(left + 90, do="soak", seconds=left, seed=len(cell.name))
         time.sleep(1.5)  # the probe writes twice a second
         return row(cell, start, outputs, traffic, child.probe(), log_of(cell))
     finally:
@@ -109,14 +126,15 @@ def judge_plant(found: dict[str, Any]) -> dict[str, Any]:
 def compare(rows: dict[str, dict[str, Any]], reference: dict[str, Any]) -> None:
     """Fill `outputs_identical`: guarded against unguarded, one cell per algorithm."""
     for found in rows.values():
-        outputs = reference.get(f"{found['algorithm']}-{found['w']}")
-        if outputs is not None and found["graphs"] and found["overlap"]:
+        outputs = reference.get(found["cell"])
+        if outputs is not None:
             found["outputs_identical"] = outputs == found["outputs"]
 
 
 def reference_cells(chosen: list[Cell]) -> list[Cell]:
     """Engines without the guard: the cell with graphs and overlap of each algorithm."""
-    return [replace(c, tool="off") for c in chosen if c.graphs and c.overlap and not c.plant]
+    own = [c for c in chosen if not c.site and c.graphs and c.overlap]
+    return [replace(c, tool="off") for c in own]
 
 
 def reference_outputs(cell: Cell, deadline: float) -> Any:
@@ -150,8 +168,22 @@ class Results:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(value, indent=1) + "\n")
+        part.write_text(lines_of(value))
         part.replace(self.path)
+
+
+def lines_of(value: dict[str, Any]) -> str:
+    """JSON with one row of a list, or one entry of a mapping, a line."""
+    parts = []
+    for name, held in value.items():
+        if isinstance(held, list):
+            inner, ends = [json.dumps(entry) for entry in held], "[]"
+        else:
+            inner = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in held.items()]
+            ends = "{}"
+        body = ",\n  ".join(inner)
+        parts.append(f" {json.dumps(name)}: {ends[0]}\n  {body}\n {ends[1]}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -173,11 +205,11 @@ def run(results: Results, chosen: list[Cell], options: argparse.Namespace) -> No
     deadline = time.monotonic() + options.minutes * 60
 
     def one(cell: Cell) -> None:
-        if deadline - time.monotonic() < options.seconds + 75:
+        if deadline - time.monotonic() < options.room:
             return  # left for the next call
         try:
             if cell.tool == "off":
-                results.reference[f"{cell.algorithm}-{cell.w}"] = reference_outputs(cell, deadline)
+                results.reference[_reference(cell)] = reference_outputs(cell, deadline)
             else:
                 found = measure(cell, options.seconds, deadline)
                 if cell.plant:
@@ -190,6 +222,8 @@ def run(results: Results, chosen: list[Cell], options: argparse.Namespace) -> No
         results.save()
 
     missing = [c for c in chosen if c.tool != "off" and c.name not in results.rows]
+    # as servers run first, in case the time does not do for all
+    missing.sort(key=lambda c: not (c.graphs and c.overlap))
     missing += [c for c in chosen if c.tool == "off" and _reference(c) not in results.reference]
     with ThreadPoolExecutor(options.parallel) as pool:
         list(pool.map(one, missing))
@@ -197,7 +231,8 @@ def run(results: Results, chosen: list[Cell], options: argparse.Namespace) -> No
 
 
 def _reference(cell: Cell) -> str:
-    return f"{cell.algorithm}-{cell.w}"
+    """Name of the guarded cell that an unguarded one is compared with."""
+    return replace(cell, tool="guard").name
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -205,14 +240,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--seconds", type=float, default=60.0, help="traffic per cell")
+    parser.add_argument("--room", type=float, default=120.0, help="least seconds left for a cell")
     parser.add_argument("--parallel", type=int, default=3, help="engines on the GPU at a time")
     parser.add_argument("--only", action="append", default=[], help="algorithm, may be repeated")
     parser.add_argument("--plant", action="store_true", help="one planted fault per cell")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
+    parser.add_argument(
+        "--site", type=_site, default=("", ""), help="RELEASE=FOLDER of a second SGLang"
+    )
+    parser.add_argument("--match", default="", help="only cells whose name fits this pattern")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/soak.json")
     options = parser.parse_args(argv)
-    chosen = planted_cells() if options.plant else cells()
+    chosen = planted_cells(options.site) if options.plant else cells(options.site)
     chosen = [c for c in chosen if not options.only or c.algorithm in options.only]
+    chosen = [c for c in chosen if re.search(options.match, c.name)]
     if find_spec("ddtree_guard.ddtree") is None:
         chosen = [c for c in chosen if c.algorithm != "DDTREE"]
     if not options.plant:
@@ -230,6 +271,13 @@ def main(argv: list[str] | None = None) -> int:
         for found in rows:
             print(f"{word} {found['cell']}")
     return 1 if bad or missed or gaps or results.failed else 0
+
+
+def _site(text: str) -> tuple[str, str]:
+    release, _, folder = text.partition("=")
+    if not (release and folder):
+        raise argparse.ArgumentTypeError(f"expected RELEASE=FOLDER, found {text}")
+    return release, folder
 
 
 def _covered(found: dict[str, Any]) -> bool:

@@ -24,6 +24,8 @@ from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.runtime import ServerGuard
 from ddtree_guard.hooks.selftest import self_test
 from ddtree_guard.hooks.sites import SCHEDULER, scheduler_hooks, verify_hook, worker_hook
+from ddtree_guard.hooks.statics import graph_runner
+from ddtree_guard.hooks.switches import WALK, unguardable
 from ddtree_guard.metrics import metrics_for, metrics_of_process
 from ddtree_guard.step import Step
 
@@ -106,6 +108,8 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
 
 def _arm(guard: ServerGuard, scheduler: Any) -> str:
     """Why this rank is not armed; empty if it is."""
+    if why := unguardable():
+        return why
     worker = scheduler.model_worker
     guard.install([worker_hook(guard, worker), verify_hook(guard, worker)])
     observers = getattr(worker, "observers", None)
@@ -173,10 +177,13 @@ def active_rules(guard: ServerGuard) -> list[str]:
     supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step)}
     if step.contract.chain:  # no arrays say that row r follows row r-1
         supplied -= {"tree.parents", "tree.depths", "tree.sizes", *LINKS, "outcome.predict"}
+    if all(graph_runner(runner) is None for runner, _ in pairs if not runner.is_draft_worker):
+        supplied = {path for path in supplied if not path.startswith(("graph.", "contract."))}
+    skipped = {*step.contract.not_checked, *(WALK if guard.simulated else ())}
     return [
         rule.id
         for rule in guard.guard.rules
-        if rule.id not in step.contract.not_checked and supplied.issuperset(rule.needs)
+        if rule.id not in skipped and supplied.issuperset(rule.needs)
     ]
 
 
@@ -194,6 +201,8 @@ def _boot_line(guard: ServerGuard, reports: tuple[boot.RankReport, ...]) -> str:
         word = step.contract.algorithm.lower() if triton else step.contract.backend
         if step.contract.not_checked:
             skipped[word] = sorted(step.contract.not_checked)
+    if guard.simulated:
+        skipped["simulated"] = list(WALK)
     return boot.Boot(
         config=guard.config,
         release=release(),

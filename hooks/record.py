@@ -32,6 +32,9 @@ class Record:
 
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
     those of the device when its verdict has arrived. `ticket` belongs to the checker.
+    `reused`: what the launch read may belong to another forward by now, and explains nothing.
+    `doubt`: the host has seen something that only the whole step can put into words. `why`: the
+    reason for which the step cannot be checked.
     """
 
     step_id: int
@@ -42,7 +45,10 @@ class Record:
     findings: list[Finding] = field(default_factory=list)
     checked: bool = False
     settled: bool = False
+    reused: bool = False
     ticket: Any = None
+    doubt: bool = False
+    why: str = ""
     kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = None
 

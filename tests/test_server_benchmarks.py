@@ -183,7 +183,7 @@ def test_overhead_measures_in_turns_and_names_what_did_not_start(fake_sglang: Pa
     overhead = _module("server_overhead")
     out = fake_sglang / "overhead.json"
     overhead.main(
-        ["--w", "8", "--minutes", "0.4", "--blocks", "3", "--scale", "0.1", "--shape", "small",
+        ["--w", "8", "--seconds", "25", "--blocks", "3", "--block", "0.05", "--shape", "small",
          "--tools", "guard,kv_canary", "--out", str(out)]
     )  # fmt: skip
     result = json.loads(out.read_text())

@@ -14,7 +14,7 @@ pytest.importorskip("sglang")
 from ddtree_guard.config import Config, Mode  # noqa: E402
 from ddtree_guard.ddtree.tree import Trees  # noqa: E402
 from ddtree_guard.hooks import arm  # noqa: E402
-from ddtree_guard.testing import live  # noqa: E402
+from ddtree_guard.testing import tree_probe as live  # noqa: E402
 from ddtree_guard.testing.cases import VerifyCase  # noqa: E402
 from ddtree_guard.testing.toy_server import ToyServer  # noqa: E402
 
