@@ -31,6 +31,21 @@ def load() -> None:
     norms.can_use_fused_inplace_qknorm = lambda *args, **kwargs: False
     worker = importlib.import_module("sglang.srt.speculative.dflash_worker_v2").DFlashWorkerV2
     worker._init_fused_kv_helper = _without_fused_kv
+    draft = importlib.import_module("sglang.srt.models.dflash").DFlashDraftModel
+    draft.forward = _in_float32(draft.forward)
+
+
+def _in_float32(forward: Any) -> Any:
+    """SGLang's eager runner hands embeddings over in bfloat16, whatever the model's type is. The
+    tiny model's are bfloat16 numbers, so that nothing is lost.
+    """
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("input_embeds") is not None:
+            kwargs["input_embeds"] = kwargs["input_embeds"].float()
+        return forward(self, *args, **kwargs)
+
+    return wrapped
 
 
 def _without_fused_kv(self: Any) -> None:

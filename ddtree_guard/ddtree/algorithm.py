@@ -136,7 +136,8 @@ def _spec_class(info: Any, registry: Any) -> type:
         def get_num_tokens_per_req_for_target_verify(
             self, num_draft_tokens: int, is_draft_worker: bool
         ) -> int:
-            return num_draft_tokens if is_draft_worker else active_width(num_draft_tokens)
+            width = draft_width if is_draft_worker else active_width
+            return width(num_draft_tokens)
 
         def get_num_tokens_per_bs_for_target_verify(
             self, num_draft_tokens: int, is_draft_worker: bool
@@ -144,6 +145,14 @@ def _spec_class(info: Any, registry: Any) -> type:
             return self.get_num_tokens_per_req_for_target_verify(num_draft_tokens, is_draft_worker)
 
     return DDTreeAlgorithm
+
+
+def draft_width(default: int) -> int:
+    """Rows per request on the draft of this process's server: its block. 0.5.17 hands in the
+    target's D, because it reads D from the process and not from the draft worker's arguments.
+    """
+    args = importlib.import_module("sglang.srt.runtime_context").get_server_args()
+    return int(getattr(args, "speculative_dflash_block_size", None) or default)
 
 
 def active_width(default: int) -> int:

@@ -77,6 +77,9 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
+        for name in ("num_draft_tokens", "speculative_num_draft_tokens"):
+            if getattr(self.draft_model_runner.attn_backend, name, None):  # 0.5.17 gives it D
+                setattr(self.draft_model_runner.attn_backend, name, self.block_size)
         runner = self.model_runner
         check_model(runner, mambaish_config(runner.model_config) is not None)
         self._widest_row = int(runner.token_to_kv_pool.data_strides.max())
