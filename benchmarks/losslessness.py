@@ -55,10 +55,11 @@ def setups() -> list[Setup]:
     exact, tree = Setup("DDTREE", 64, dtype=EXACT), Setup("DDTREE", 16, guard="log", depth="full")
     sweep, broken = replace(tree, budget=BUDGET_MAX, graphs=False), replace(tree, incident=True)
     exact_sweep = replace(exact, budget=BUDGET_MAX, graphs=False)
-    plan = [PLAIN, PLAIN_EXACT, exact_sweep, sweep, exact]
-    plan += [replace(exact_sweep, block=16), replace(tree, budget=64), tree, Setup("DFLASH")]
+    plan = [PLAIN, PLAIN_EXACT, exact_sweep, sweep]
+    plan += [replace(exact_sweep, block=16), replace(sweep, block=16)]
+    plan += [exact, replace(tree, budget=64), tree, Setup("DFLASH")]
     plan += [broken, replace(broken, graphs=False), replace(exact, block=16)]
-    plan += [replace(tree, budget=7), replace(sweep, block=16), replace(exact, budget=16)]
+    plan += [replace(tree, budget=7), replace(exact, budget=16)]
     plan += [replace(tree, site="SITE17"), replace(tree, site="SITE17", graphs=False)]
     plan += [replace(tree, budget=b) for b in GRAPHS if b not in (7, 16, 64)]
     plan += [replace(tree, block=16), replace(tree, block=16, budget=64)]
@@ -75,7 +76,7 @@ def jobs_of(setup: Setup) -> list[tuple[int, int, int]]:
         sizes = (3, 16) if setup.incident else SIZES
         return [(bs, setup.budget, _first(bs, bs)) for bs in sizes]
     # widest first, so that a run cut short has the cells that stress most
-    return [(bs, b, _first(bs, b)) for bs in (16, 3, 1, 8) for b in reversed(SWEEP)]
+    return [(bs, b, _first(bs, b)) for bs in (16, 5, 1) for b in reversed(SWEEP)]
 
 
 def _first(bs: int, turn: int) -> int:

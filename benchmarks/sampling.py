@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--seeds-only", action="store_true", help="of the engines")
     parser.add_argument("--cell")
     args = parser.parse_args()
     folder = args.out / "sampling"
@@ -272,8 +273,8 @@ def main() -> None:
 def engines(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Run the engines; rows of those that sample without seeds."""
     extra = [str(args.model), str(args.out), "--seconds", str(args.seconds)]
-    run_all(__file__, SETUPS, folder, args.seconds, extra)
-    return engine_rows(folder)
+    run_all(__file__, SETUPS[2:] if args.seeds_only else SETUPS, folder, args.seconds, extra)
+    return [] if args.seeds_only else engine_rows(folder)
 
 
 if __name__ == "__main__":
