@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import environment, write
 from engines import Setup, generate, run_all, save, start, text_prompts
 
 VOCAB, BLOCK = 151_936, 8
@@ -252,34 +253,48 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shaped", action="store_true")
-    parser.add_argument("--budgets", default="0,7,16,32,64", help="0: plain decoding and DFLASH")
+    parser.add_argument("--wave", type=int, default=10, help="engines that are up at a time")
+    parser.add_argument("--names", default="")
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--cell")
     args = parser.parse_args()
     folder, path = args.out / "ddtree_speed", args.out / "ddtree_speed.json"
     folder.mkdir(parents=True, exist_ok=True)
     setups = [*(TINY if args.model else ()), *(SHAPED if args.shaped else ())]
-    setups = [setup for setup in setups if str(setup.budget) in args.budgets.split(",")]
     if args.cell:
-        setup = Setup(**json.loads(args.cell))
-        engine_cell(setup, args.model, folder, setups.index(setup), len(setups))
+        setup, names = Setup(**json.loads(args.cell)), args.names.split(",")
+        engine_cell(setup, args.model, folder, names.index(setup.name), len(names))
         return
+    deadline = time.monotonic() + args.seconds
+    for at in range(0, len(setups), args.wave):
+        run_wave(setups[at : at + args.wave], args, folder, deadline - time.monotonic())
+        result: dict[str, Any] = {"environment": environment(), **collected(folder)}
+        write(path, result)
+    result["trees"] = tree_cells()
+    write(path, result)
+    print(json.dumps(result))
+
+
+def run_wave(setups: list[Setup], args: argparse.Namespace, folder: Path, left: float) -> None:
+    """Start these engines at once; they measure one after the other."""
+    if left < 40:
+        print("no time for", [setup.name for setup in setups], flush=True)
+        return
+    for word in ("ready", "done", "failed", "go"):
+        for stale in folder.glob(f"{word}*"):
+            stale.unlink()
     extra = [str(args.out), *(["--model", str(args.model)] if args.model else [])]
-    extra += ["--budgets", args.budgets, *(["--shaped"] if args.shaped else [])]
-    for stale in [
-        path for word in ("ready", "done", "failed", "go") for path in folder.glob(f"{word}*")
-    ]:
-        stale.unlink()
-    go = threading.Timer(0.6 * args.seconds, (folder / "go").touch)
+    extra += ["--names", ",".join(setup.name for setup in setups)]
+    go = threading.Timer(0.65 * min(left, 120), (folder / "go").touch)
     go.daemon = True
     go.start()
-    run_all(__file__, setups, folder, args.seconds, extra)
-    result: dict[str, Any] = {"engines": collect(folder, "", TINY),
-                              "shaped": collect(folder, "shaped-", SHAPED)}  # fmt: skip
-    save(path, result)
-    result["trees"] = tree_cells()
-    save(path, result)
-    print(json.dumps(result))
+    run_all(__file__, setups, folder, min(left, 150), extra)
+    go.cancel()
+
+
+def collected(folder: Path) -> dict[str, Any]:
+    """Rows of all engines that have any, the tiny model's and the dummy's."""
+    return {"engines": collect(folder, "", TINY), "shaped": collect(folder, "shaped-", SHAPED)}
 
 
 def collect(folder: Path, prefix: str, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:

@@ -149,6 +149,7 @@ def start(setup: Setup, model: Path, **more: Any) -> Any:
         "enable_deterministic_inference": setup.deterministic,
         "dtype": setup.dtype,
         "tp_size": setup.tp,
+        "sleep_on_idle": True,  # engines that wait leave the processors to the one that works
         "log_level": "warning",
     }
     if setup.chunk:
