@@ -24,7 +24,7 @@ from engines import Setup, run_all, save, start, text_prompts
 PLAIN = Setup(dtype="float32")
 TREE = Setup("DDTREE", 16, dtype="float32")
 SETUPS = (PLAIN, TREE, replace(TREE, graphs=False, overlap=False), replace(TREE, pool=2600))
-TWO = (PLAIN, TREE, replace(TREE, tp=2), replace(TREE, tp=2, graphs=False))
+TWO = (PLAIN, replace(TREE, tp=2), replace(TREE, tp=2, graphs=False))
 NEWLINE, SPACE = 10, 32
 
 
