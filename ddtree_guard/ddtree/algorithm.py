@@ -175,15 +175,26 @@ def resolve_arguments(server_args: Any, dflash: Any) -> None:
     dflash.handle_server_args(server_args)
     block = int(server_args.speculative_num_draft_tokens)
     check_budget(budget, block)
-    if TreeConfig.from_env().incident and budget + 1 < block:
-        raise IncompatibleError(
-            f"the incident switch needs a tree wider than the draft block, found {budget + 1} rows "
-            f"and a block of {block}: the stock kernel would write out of bounds; raise {FLAG}."
-        )
+    if TreeConfig.from_env().incident:
+        check_incident(budget + 1, block)
     server_args.speculative_dflash_block_size = block
     server_args.speculative_num_draft_tokens = max(budget + 1, block)
     setattr(server_args, BUDGET, budget)
     setattr(server_args, VARIES, True)  # requests may ask for less: see limits.REQUEST_KEY
+
+
+def check_incident(width: int, block: int) -> None:
+    """Raise IncompatibleError where the incident switch would do nothing, or harm."""
+    if release().startswith(TESTED[1:]):
+        raise IncompatibleError(
+            f"SGLANG_DDTREE_INCIDENT=on reproduces a fault of SGLang {TESTED[0]}, found "
+            f"{release()}, whose backend takes the width from the batch; unset it."
+        )
+    if width < block:
+        raise IncompatibleError(
+            f"the incident switch needs a tree wider than the draft block, found {width} rows "
+            f"and a block of {block}: the stock kernel would write out of bounds; raise {FLAG}."
+        )
 
 
 def _requested_budget(server_args: Any) -> int | None:

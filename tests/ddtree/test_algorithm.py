@@ -151,9 +151,19 @@ def test_incident_is_refused_where_the_kernel_would_write_out_of_bounds(
     resolve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_DDTREE_INCIDENT", "on")
+    monkeypatch.setattr(algorithm, "release", lambda: "0.5.16")
     assert resolve(speculative_ddtree_budget=7).speculative_num_draft_tokens == 8
     with pytest.raises(IncompatibleError, match="out of bounds"):
         resolve(speculative_ddtree_budget=6)
+
+
+def test_incident_is_refused_where_the_release_has_no_such_fault(
+    resolve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DDTREE_INCIDENT", "on")
+    monkeypatch.setattr(algorithm, "release", lambda: "0.5.17")
+    with pytest.raises(IncompatibleError, match=r"0\.5\.16, found 0\.5\.17"):
+        resolve(speculative_ddtree_budget=16)
 
 
 def test_algorithm_is_of_the_dflash_family_and_wider_on_the_target(
