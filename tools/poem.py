@@ -9,6 +9,7 @@ import io
 import sys
 from pathlib import Path
 
+COLUMN = 50  # width of the left column
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
@@ -21,12 +22,10 @@ def drawn(text: str) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     guard = [False, False]  # whether the words of the left and right column have begun
     for line in text.rstrip().splitlines():
-        parts = line.split(" | ")
         row = Text()
-        for at, part in enumerate(parts):
-            guard[at] = guard[at] or part.startswith(("ddtree_guard", "the guard:"))
-            style = "bold red" if guard[at] and "no finding" not in part else ""
-            row.append(" | " if at else "").append(part, style)
+        for at, part in enumerate((line[:COLUMN], line[COLUMN + 3 :])):
+            guard[at] = guard[at] or part.startswith("ddtree_guard")
+            row.append(" | " if at else "").append(part, "bold red" if guard[at] else "")
         if line.startswith("budget"):
             row, guard = Text(line, style="bold"), [False, False]
         console.print(row, no_wrap=True, crop=False)
