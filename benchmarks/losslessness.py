@@ -325,6 +325,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="of one engine")
     parser.add_argument("--total", type=float, default=270.0, help="of everything")
     parser.add_argument("--parallel", type=int, default=4, help="engines beside the plain ones")
+    parser.add_argument("--hold", type=float, default=0.0, help="seconds until the fifth starts")
     parser.add_argument("--only", default="", help="a pattern of engine names; plain ones always")
     parser.add_argument("--wait", type=float, default=0.0)
     parser.add_argument("--merge", nargs="+", type=Path, help="results to put together into OUT")
@@ -371,8 +372,14 @@ def run_engines(everything: list[Setup], folder: Path, args: argparse.Namespace)
     scorers = [threading.Thread(target=one, args=(setup, 2.0)) for setup in plain]
     for scorer in scorers:
         scorer.start()
+
+    def other(at: int) -> None:
+        if at >= 4:
+            time.sleep(max(0.0, args.hold - (time.monotonic() - begun)))
+        one(others[at], 20.0)
+
     with ThreadPoolExecutor(args.parallel) as pool:
-        list(pool.map(lambda setup: one(setup, 20.0), others))
+        list(pool.map(other, range(len(others))))
     (folder / "texts.done").touch()
     for scorer in scorers:
         scorer.join()
