@@ -7,6 +7,7 @@ get the same treatment.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -40,6 +41,7 @@ def _in_float32(forward: Any) -> Any:
     tiny model's are bfloat16 numbers, so that nothing is lost.
     """
 
+    @functools.wraps(forward)  # SGLang asks for the signature
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("input_embeds") is not None:
             kwargs["input_embeds"] = kwargs["input_embeds"].float()

@@ -343,8 +343,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("*.ready"), folder / "texts.done"):
         old.unlink(missing_ok=True)
-    plain = (PLAIN, PLAIN_EXACT)
-    everything = [s for s in setups() if s in plain or re.search(args.only, s.name)]
+    chosen = [s for s in setups() if s not in (PLAIN, PLAIN_EXACT) and re.search(args.only, s.name)]
+    precisions = {setup.dtype for setup in chosen}
+    everything = [s for s in (PLAIN, PLAIN_EXACT) if s.dtype in precisions] + chosen
     run_engines(everything, folder, args)
     result = report(folder, everything)
     save(args.out / "losslessness.json", result)

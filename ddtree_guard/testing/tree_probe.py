@@ -171,7 +171,7 @@ class Planter:
         self.guard, self.checker = guard, guard.checker
         self.host = getattr(self.checker, "host", self.checker)
         known = [name for name in rules if name in FAULTS]
-        known.sort(key=lambda name: (find_rule(name).bit is None, name == "K1"))
+        known.sort(key=lambda name: (not _on_device(name), name == "K1"))
         self.todo, self.rows = known, dict[str, dict[str, Any]]()
         self._next, self._walk, self._undo = 0, "", list[Callable[[], None]]()
         self.active, self._undo_build = list(rules), list[Callable[[], None]]()
@@ -222,7 +222,7 @@ class Planter:
         self._next = record.step_id + GAP
         step = self.host.read(view)
         self.rows[rule] = row = {
-            "at": record.step_id, "path": view.path, "device": find_rule(rule).bit is not None,
+            "at": record.step_id, "path": view.path, "device": _on_device(rule),
             "rid": view.rids[-1], "found": [],
         }  # fmt: skip
         try:
@@ -306,11 +306,18 @@ class Planter:
                 ]  # fmt: skip
 
 
+def _on_device(rule: str) -> bool:
+    """Whether the device check sees the rule's fault in every step of DDTREE. It is given parents,
+    not links (T3), and compares slots within a request only (K2).
+    """
+    return find_rule(rule).bit is not None and rule not in ("T3", "K2")
+
+
 def _due(rule: str, record: Record, view: View) -> bool:
     """Whether this step can hold the rule's fault and will be looked at for it."""
     if rule in ("G4", "G5") and view.bs == len(view.batch.req_pool_indices):
         return False  # faults of padded lanes
-    return find_rule(rule).bit is not None or record.step_id % SAMPLED == 0
+    return _on_device(rule) or record.step_id % SAMPLED == 0
 
 
 def changed(step: Step, planted: Step) -> list[str]:
