@@ -57,10 +57,10 @@ def setups() -> list[Setup]:
     exact_sweep = replace(exact, budget=BUDGET_MAX, graphs=False)
     plan = [PLAIN, PLAIN_EXACT, exact_sweep, sweep]
     plan += [replace(exact_sweep, block=16), replace(sweep, block=16)]
+    plan += [replace(tree, site="SITE17"), replace(tree, site="SITE17", graphs=False)]
     plan += [exact, replace(tree, budget=64), tree, Setup("DFLASH")]
     plan += [broken, replace(broken, graphs=False), replace(exact, block=16)]
     plan += [replace(tree, budget=7), replace(exact, budget=16)]
-    plan += [replace(tree, site="SITE17"), replace(tree, site="SITE17", graphs=False)]
     plan += [replace(tree, budget=b) for b in GRAPHS if b not in (7, 16, 64)]
     plan += [replace(tree, block=16), replace(tree, block=16, budget=64)]
     plan += [replace(PLAIN, graphs=False), replace(PLAIN, chunk=32)]
