@@ -10,15 +10,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-import textwrap
 from itertools import product, zip_longest
 from pathlib import Path
+from textwrap import TextWrapper
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from engines import POEM, Setup, generate, run_all, save, start
 
-WIDTH = 50
+WRAP = TextWrapper(50, break_on_hyphens=False)
 
 
 def engines(bad: bool) -> list[Setup]:
@@ -41,7 +41,7 @@ def said(setup: Setup, folder: Path) -> list[str]:
     found = re.findall("ddtree_guard finding.* step=[1-9].*", log.read_text())
     lines = re.sub(r"[^\n -~]", "?", text).splitlines()
     lines += ["", *(found[:1] or ["the guard: no finding"])]
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]]
+    return [part for line in lines for part in WRAP.wrap(line) or [""]]
 
 
 def main() -> None:
@@ -51,9 +51,9 @@ def main() -> None:
     run_all(__file__, engines(True) + engines(False), folder, 200, [sys.argv[1], str(folder)])
     for broken, whole in zip(engines(True), engines(False), strict=True):
         name = f"budget {broken.budget}, graphs {'on' if broken.graphs else 'off'}, stock backend"
-        print(f"\n{name:<{WIDTH}} | corrected backend\n{'-' * 2 * WIDTH}")
+        print(f"\n{name:<{WRAP.width}} | corrected backend\n{'-' * 2 * WRAP.width}")
         for left, right in zip_longest(said(broken, folder), said(whole, folder), fillvalue=""):
-            print(f"{left:<{WIDTH}} | {right}".rstrip())
+            print(f"{left:<{WRAP.width}} | {right}".rstrip())
 
 
 if __name__ == "__main__":

@@ -23,12 +23,15 @@ def drawn(text: str) -> str:
     guard = [False, False]  # whether the words of the left and right column have begun
     for line in text.rstrip().splitlines():
         row = Text()
+        if line[COLUMN : COLUMN + 2] != " |":
+            console.print(line)
+            continue
         for at, part in enumerate((line[:COLUMN], line[COLUMN + 3 :])):
             guard[at] = guard[at] or part.startswith("ddtree_guard")
             row.append(" | " if at else "").append(part, "bold red" if guard[at] else "")
         if line.startswith("budget"):
             row, guard = Text(line, style="bold"), [False, False]
-        console.print(row, no_wrap=True, crop=False)
+        console.print(row)
     return console.export_svg(title="examples/garbled_poem.py", unique_id="garbled-poem")
 
 
