@@ -51,6 +51,9 @@ class Cell:
     max_running: int = 16
     depth: str = "fast"
     plant: str = ""
+    shadow: int = 0  # every n-th step
+    capture: str = "meta"
+    incident: bool = False  # DDTREE on the stock backend
     release: str = ""
     site: str = ""
     folder: str = "/tmp/ddtree-guard-bench"
@@ -65,6 +68,9 @@ class Cell:
         """A short name, also of files."""
         parts = [self.algorithm, self.shape, f"w{self.w}", "graphs" if self.graphs else "eager"]
         parts += ["overlap" if self.overlap else "sync", self.tool]
+        parts += [f"shadow{self.shadow}"] if self.shadow else []
+        parts += [self.capture] if self.capture != "meta" else []
+        parts += ["incident"] if self.incident else []
         parts += [self.release] if self.release else []
         return "-".join([*parts, *([self.plant.replace("@", "at")] if self.plant else [])])
 
@@ -151,6 +157,10 @@ def environment(cell: Cell) -> dict[str, str]:
         "SGLANG_DDTREE_GUARD": "log" if cell.tool == "guard" else "off",
         "SGLANG_DDTREE_GUARD_DEPTH": cell.depth,
         "SGLANG_DDTREE_GUARD_DUMP_DIR": str(cell.path("dumps")),
+        "SGLANG_DDTREE_GUARD_SHADOW_EVERY": str(cell.shadow),
+        "SGLANG_DDTREE_GUARD_CAPTURE": cell.capture,
+        "SGLANG_DDTREE_GUARD_REDACT": "off" if cell.capture == "qkv" else "on",
+        "SGLANG_DDTREE_INCIDENT": "on" if cell.incident else "off",
         "DDTREE_GUARD_PROBE": str(cell.path("probe.json")),
         "DDTREE_GUARD_PROBE_PLANT": cell.plant,
         "SGLANG_DDTREE_BUDGET": str(cell.w - 1) if cell.algorithm == "DDTREE" else "",

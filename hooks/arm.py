@@ -12,11 +12,13 @@ from typing import Any
 from ddtree_guard.checks import ALL
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.errors import IncompatibleError, Violation
+from ddtree_guard.evidence import ARMED, IDLE, NOT_ARMED
 from ddtree_guard.hooks import boot
 from ddtree_guard.hooks.adapters import adapter_for
 from ddtree_guard.hooks.adapters.generic import LINKS
 from ddtree_guard.hooks.checker import Checker
 from ddtree_guard.hooks.configuration import read_configuration
+from ddtree_guard.hooks.evidence import Evidence, counters_of, note
 from ddtree_guard.hooks.facts import release
 from ddtree_guard.hooks.hook import Hook
 from ddtree_guard.hooks.patching import Original, Patch
@@ -59,12 +61,15 @@ def start(config: Config, scheduler: Any) -> ServerGuard | None:
         args = scheduler.server_args
         if not args.speculative_algorithm:
             log.info("ddtree_guard idle: no speculative algorithm is active")
+            note(config, rank_of(scheduler), release(), IDLE, "no speculative algorithm is active")
             return None
         rank = rank_of(scheduler)
         served = bool(getattr(args, "enable_metrics", False))
         guard = ServerGuard(
             config, rank=rank, run=f"run-{os.getppid()}", metrics=metrics_for(rank, served)
         )
+        evidence = Evidence(config, f"run-{os.getppid()}", rank, release(), counters_of(guard))
+        guard.evidence = evidence.begin()
         if str(getattr(args, "device", "")).startswith("cuda"):
             guard.checker = device_checker(guard)
         guard.install(scheduler_hooks(guard))
@@ -89,13 +94,16 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
     try:
         if guard is None:
             if scheduler.server_args.speculative_algorithm:
-                _report(config, None, "the guard could not start; see the exception above")
+                why = "the guard could not start; see the exception above"
+                note(config, rank_of(scheduler), release(), NOT_ARMED, why)
+                _report(config, None, why)
             return
         why = _arm(guard, scheduler)
         if why:
             guard.remove()
         _report(config, guard, why)
         if not why:
+            guard.shadow.start(guard.backends())
             _judge(guard)
             atexit.register(guard.journal.flush)
     except (Violation, IncompatibleError):
@@ -163,9 +171,27 @@ def _report(config: Config, guard: ServerGuard | None, why: str) -> None:
             log.error("%s", boot.not_guarded(report, world))
     if rank == 0 and guard is not None:
         log.warning("%s", _boot_line(guard, reports))
+    _leave_evidence(guard, mine, reports)
     refusal = boot.refuses(config, reports)
     if refusal:
         raise IncompatibleError(refusal)
+
+
+def _leave_evidence(
+    guard: ServerGuard | None, mine: boot.RankReport, reports: tuple[boot.RankReport, ...]
+) -> None:
+    """On disk: whether this rank is armed, and the word over all ranks as far as it knows."""
+    if guard is None or guard.evidence is None:
+        return
+    guard.evidence.state(
+        ARMED if mine.armed else NOT_ARMED,
+        mine.why,
+        boot=_boot_line(guard, reports),
+        rules=len(active_rules(guard)),
+        world=len(reports),
+        armed=sum(report.armed for report in reports),
+        missing=[f"rank {r.rank}: {r.why}" for r in reports if not r.armed],
+    )
 
 
 def active_rules(guard: ServerGuard) -> list[str]:
@@ -174,7 +200,7 @@ def active_rules(guard: ServerGuard) -> list[str]:
     targets = [backend for runner, backend in pairs if not runner.is_draft_worker]
     if step is None:
         return []
-    supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step)}
+    supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step), *guard.shadow.supplies}
     if step.contract.chain:  # no arrays say that row r follows row r-1
         supplied -= {"tree.parents", "tree.depths", "tree.sizes", *LINKS, "outcome.predict"}
     if all(graph_runner(runner) is None for runner, _ in pairs if not runner.is_draft_worker):

@@ -31,7 +31,8 @@ class Record:
     """What is known of a step so far. `reqs` are SGLang's own request objects.
 
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
-    those of the device when its verdict has arrived. `ticket` belongs to the checker.
+    those of the device when its verdict has arrived. `ticket` belongs to the checker, `shadow` and
+    `rows` to shadow mode.
     `reused`: what the launch read may belong to another forward by now, and explains nothing.
     `doubt`: the host has seen something that only the whole step can put into words. `why`: the
     reason for which the step cannot be checked.
@@ -51,6 +52,8 @@ class Record:
     why: str = ""
     kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = None
+    shadow: Any = None
+    rows: Any = None
 
     @property
     def built(self) -> bool:
@@ -60,12 +63,15 @@ class Record:
 
 @dataclass(slots=True)
 class Coverage:
-    """Counters of one process. `skipped` counts the reasons why verify steps were not checked."""
+    """Counters of one process. `skipped` counts the reasons why verify steps were not checked;
+    `settled` the steps about which everything was said.
+    """
 
     verify_steps: int = 0
     steps_checked: int = 0
     findings: int = 0
     latent: int = 0
+    settled: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
     @property

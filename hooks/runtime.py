@@ -29,6 +29,7 @@ from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
 from ddtree_guard.hooks.lengths import drifted, kv_length
+from ddtree_guard.hooks.no_shadow import shadow_for
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.record import Coverage, Record, Walk
@@ -89,6 +90,7 @@ class ServerGuard:
         self.simulated = simulated_walk()
         self.coverage = Coverage()
         self.writer = DumpWriter(run, config)
+        self.evidence: Any = None  # `evidence.Evidence`: hears of every finding
         self.current: Record | None = None
         self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -96,6 +98,7 @@ class ServerGuard:
         self._steps = 0
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
+        self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
         self._depth = 0  # nested builds: a backend that calls its parent's, or wraps another
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -120,6 +123,8 @@ class ServerGuard:
             kept += self._reports.pop().restore()
         self.hooks.clear()
         self.journal.flush()
+        if self.evidence is not None:
+            self.evidence.close()
         return tuple(kept)
 
     @contextmanager
@@ -148,6 +153,11 @@ class ServerGuard:
         """(runner, backend) of every backend that is alive, oldest first."""
         return [(runner, backend) for backend, runner in self._runners.items()]
 
+    @property
+    def begun(self) -> int:
+        """Verify steps that the worker has begun; the id of the newest."""
+        return self._steps
+
     # --- one step -------------------------------------------------------------------------------
     @site("begin")
     def begin(self, batch: Any) -> None:
@@ -175,6 +185,7 @@ class ServerGuard:
         self._captured.setdefault(backend, {})[lanes] = metadata
         self.certificates.take(backend, batch, runner, metadata)
         view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
+        self.shadow.prepare(view)
         self.checker.prepare(view)
 
     @site("capture", may_raise=False)
@@ -214,6 +225,7 @@ class ServerGuard:
             backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state,
             replay,
         )  # fmt: skip
+        self.shadow.begin(record, record.view)
         self.checker.build(record, record.view)
 
     @site("build")
@@ -259,6 +271,7 @@ class ServerGuard:
     def end(self, result: Any) -> None:
         """The worker returns its result; its tokens are still on their way to the host."""
         record, self.current = self.current, None
+        self.shadow.end()
         if record is None:
             return
         self.coverage.verify_steps += 1
@@ -311,7 +324,17 @@ class ServerGuard:
 
     # --- what is done about it ------------------------------------------------------------------
     def _settle(self, record: Record, tokens_left: bool | None) -> None:
-        found = self.checker.settle(record)
+        try:
+            self._settle_now(record, tokens_left)
+        finally:
+            self.coverage.settled += 1
+
+    def _settle_now(self, record: Record, tokens_left: bool | None) -> None:
+        for late, bad in self.shadow.late():
+            self._apply(late, bad, tokens_left=True)
+        known = self.shadow.compared
+        found = self.checker.settle(record) + self.shadow.settle(record)
+        self.metrics.add("shadow_steps_total", self.shadow.compared - known)
         record.settled = True
         if record.checked:
             self.coverage.steps_checked += 1
@@ -362,11 +385,15 @@ class ServerGuard:
         self.metrics.finding(finding)
         dump = None
         if self.journal.is_new(finding.rule):
-            dump = self.writer.save([step], [(0, finding)])
+            steps = self.shadow.evidence(record, step, finding)
+            dump = self.writer.save(steps, [(0, finding)])
             self.metrics.add("dumps_total" if dump else "dumps_failed_total")
         if not finding.latent or self.journal.is_new(finding.rule):
             self.journal.write(finding, step, dump)
-        return render.block(finding, step, dump)
+        text = render.block(finding, step, dump)
+        if self.evidence is not None:
+            self.evidence.finding(finding, step, dump, text)
+        return text
 
     def _taint(self, record: Record, finding: Finding) -> None:
         if record.step is None or record.step.layout.prefix_lens is None:

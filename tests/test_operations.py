@@ -76,11 +76,12 @@ def test_metrics_exist(page: Path) -> None:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Every use of the command line, as words behind `ddtree-guard`."""
+    """Every use of the command line, as words behind `ddtree-guard`, up to a bare `--`."""
     for piece in code(text):
         found = re.search(r"^(?:\$ )?(?:\S*/bin/|bin/)?ddtree-guard ([a-z].*)$", piece.strip())
         if found and not piece.strip().startswith(TOOLS):
-            yield shlex.split(found[1])
+            words = shlex.split(found[1])
+            yield words[: words.index("--")] if "--" in words else words  # the rest is SGLang's
 
 
 @each_page

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from ddtree_guard.guard import find_rule
+from ddtree_guard.hooks.adapters import adapter_for
+from ddtree_guard.hooks.checker import with_outcome
 from ddtree_guard.rule import Site
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.plant import plant
@@ -54,11 +56,8 @@ def _launch(rule: str, record: Any, view: Any) -> tuple[str, ...]:
 
 def _walk(rule: str, record: Any, view: Any) -> tuple[str, ...]:
     """The accepted rows or lengths of the last request, in the tensors that SGLang goes on with."""
-    from ddtree_guard.hooks.checker import with_outcome
-    from ddtree_guard.hooks.observe import read_step
-
     walk = record.outcome
-    step = with_outcome(read_step(view.backend, view.batch, view.runner, bs=view.bs), walk)
+    step = with_outcome(adapter_for(type(view.backend)).read_step(view), walk)
     bad = FAULTS[rule](step, step.bs - 1).step.outcome
     if rule == "A3":
         walk.lens[-1] = int(bad.accept_lens[-1])

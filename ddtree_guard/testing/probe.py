@@ -7,6 +7,9 @@ or a benchmark puts one on the path; it is no part of an installed guard. It rea
                                      without a guard only the GPU memory that it holds
     DDTREE_GUARD_PROBE_PLANT=W3@50   the fault of W3 in the first verify step from the 50th on that
                                      can hold it: bs >= 2, on the last request
+
+Further faults: each line added to the file that is named like FILE, ending in .plant, is a rule,
+planted at once.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ def load() -> None:
 
 def _run() -> None:
     target = Path(setting("DDTREE_GUARD_PROBE"))
-    planted: dict[str, Any] = {}
     rule, _, step = setting("DDTREE_GUARD_PROBE_PLANT").partition("@")
+    first = [(rule, int(step or 1))] if rule else []
+    plans: list[dict[str, Any]] = []
     while True:
         time.sleep(PERIOD_S)
         if not arm.GUARDS:
@@ -42,10 +46,16 @@ def _run() -> None:
                 _write(target, {"gpu_bytes": gpu_bytes()})
             continue
         guard = arm.GUARDS[-1]
-        if rule and not planted:
-            planted = {"rule": rule, "from": int(step or 1), "at": None}
-            plant_at(guard, planted)
-        _write(target, {**counters(guard), "planted": planted or None})
+        for rule, step_id in [*first, *((name, 1) for name in _asked(target))][len(plans) :]:
+            plans.append({"rule": rule, "from": step_id, "at": None})
+            plant_at(guard, plans[-1])
+        _write(target, {**counters(guard), "planted": plans[0] if plans else None, "plants": plans})
+
+
+def _asked(target: Path) -> list[str]:
+    """Rules that were asked for while the server runs."""
+    path = target.with_suffix(".plant")
+    return path.read_text().split() if path.exists() else []
 
 
 def counters(guard: Any) -> dict[str, Any]:
@@ -60,6 +70,11 @@ def counters(guard: Any) -> dict[str, Any]:
         "faults": dict(guard.fuses.faults),
         "checker": guard.checker.kind,
         "hooks": {name: state.ok for (name, _), state in guard.hooks.items()},
+        "shadow": {
+            "compared": guard.shadow.compared,
+            "skipped": dict(guard.shadow.skipped),
+            "worst": getattr(guard.shadow, "worst", None),
+        },
         "pinned_bytes": pinned_bytes(guard),
         "gpu_bytes": gpu_bytes(),
     }

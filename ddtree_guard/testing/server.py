@@ -106,6 +106,7 @@ class MiniServer:
         self.chosen = 0  # size of the graph that is replayed, where it is not the padded one
         self.redress: Callable[[Any], None] = lambda spec: None  # changes a step's spec info
         self.replayed: Callable[[], None] = lambda: None  # what a captured graph would run
+        self.layers = 0  # attention layers that a step really runs
 
     @property
     def graph(self) -> bool:
@@ -118,6 +119,7 @@ class MiniServer:
         self.backend = standins.build_backend(self._roomy, self._choice)
         self.runner = standins.runner_of(self.backend)
         self.model_worker = Worker(self)
+        self.guard = guard
         if guard is not None:
             sites.adopt(guard, self.backend, self.runner)
         self.runner.graph_runner = None
@@ -139,9 +141,11 @@ class MiniServer:
                     lanes, lanes * self.case.w, batch.req_pool_indices, batch.seq_lens, None,
                     batch.forward_mode, batch.spec_info,
                 )  # fmt: skip
+                self._attend(inputs, batch)
                 return
             self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
             self.backend.init_forward_metadata_in_graph(batch)
+            self._attend(inputs, batch)
 
     def arm(self, config: Config) -> ServerGuard | None:
         """Start the server with the guard, as `Scheduler.init_model_worker` is wrapped."""
@@ -238,6 +242,7 @@ class MiniServer:
             if not self.graph:
                 self.inputs = batch
                 self.backend.init_forward_metadata(batch)
+                self._attend(inputs, batch)
                 return
             for name in STATIC:  # a graph reads the buffers that it was captured with
                 getattr(self.static, name).copy_(getattr(batch, name))
@@ -249,6 +254,25 @@ class MiniServer:
             standins.replay(self.backend, view)
             self.plan()
             self.replayed()
+            self._replay_attention(inputs)
+
+    def _attend(self, inputs: Inputs, batch: Any) -> None:
+        """The model's attention layers, through SGLang's kernel."""
+        for layer in range(self.layers):
+            standins.launch(self.backend, inputs, batch, layer)
+
+    def _replay_attention(self, inputs: Inputs) -> None:
+        """What a replay runs: the same kernels and captured copies, and no Python of a step."""
+        shadow: Any = getattr(self.guard, "shadow", None)
+        pending = getattr(shadow, "_pending", None)
+        if not self.layers:
+            return
+        if pending is not None:  # as in a capture: no step is known
+            shadow._pending = None
+        self._attend(inputs, self.static)
+        if pending is not None:
+            shadow._pending = pending
+            shadow.ran(self.runner)
 
     def plan(self) -> None:
         """What a planned replay copies once more: positions and tokens, from the spec info."""
