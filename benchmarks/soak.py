@@ -254,9 +254,9 @@ def run(
             planted.save()
 
     missing = [c for c in chosen if c.tool != "off" and c.name not in results.rows]
+    missing += [c for c in chosen if c.tool == "off" and _reference(c) not in results.reference]
     # as servers run first, in case the time does not do for all
     missing.sort(key=lambda c: (not (c.graphs and c.overlap), not c.site))
-    missing += [c for c in chosen if c.tool == "off" and _reference(c) not in results.reference]
     with ThreadPoolExecutor(options.parallel) as pool:
         list(pool.map(one, missing))
     results.save()
