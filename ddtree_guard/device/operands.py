@@ -83,12 +83,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Per program: words of four mask cells, side of a square of pairs of rows, warps, and most
+    """Per program: mask rows; rows and columns a thread of the pair programs; warps, and most
     registers a thread (0: as many as the compiler likes).
     """
 
-    items: int = 512
-    pair: int = 32
+    rows: int = 16
+    deep: int = 8
+    cols: int = 2
     warps: int = 4
     registers: int = 64
 
@@ -98,16 +99,16 @@ WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
 
 def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
     """The fastest tile on an H200, by `benchmarks/device_check.py --tune`."""
-    small = depth is Depth.FAST and lanes * w <= 1024
-    return Tile(512, 32, 8, 80) if small else Tile(512, 32, 4, 64)
+    return Tile()
 
 
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
     """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
-    rows, items = -(-w // ROW_BLOCK), -(-w * -(-w // 4) // tile.items)
-    across = -(-w // tile.pair)
+    fixed = (
+        2 + 2 * -(-w // ROW_BLOCK) + -(-w // tile.rows) + -(-(w - 1) // (tile.deep * tile.warps))
+    )
     pieces = -(-cells // (8 * WIDE * lanes))
-    return rows + items + across * (across + 1) // 2 + min(pieces, max(1, 2048 // lanes))
+    return fixed + min(pieces, max(1, 2048 // lanes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +169,8 @@ def verify_operands(
     launch = bind(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
-        LANES=32 if shape.lanes <= 32 else MAX_LANES, ITEMS=tile.items,
-        PAIR=tile.pair, WIDE=WIDE,
+        LANES=32 if shape.lanes <= 32 else MAX_LANES, BITS=16 if shape.w <= 512 else 64,
+        ROWS=tile.rows, DEEP=tile.deep, COLS=tile.cols, WARPS=tile.warps, WIDE=WIDE,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 

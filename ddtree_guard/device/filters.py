@@ -1,0 +1,173 @@
+"""Filters for the hot path: they let nothing bad through but may suspect too much.
+
+Only where one has a doubt are the exact rules of `cells` and `rows` asked.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ddtree_guard.device.protocol import (
+    cCELL_LANES,
+    cCELL_WORDS,
+    cMAJOR,
+    cOUT,
+    cROW_BLOCK,
+    cTREE,
+    load_low,
+    load_wide,
+)
+
+
+@triton.jit
+def filter_cells(
+    cells: tl.tensor, rows: tl.tensor, up: tl.tensor, w: tl.tensor, step: tl.tensor,
+    inside: tl.tensor, linked: tl.tensor, diagonal_on: tl.tensor, ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """M2, M4 and M6 of a block of rows: nonzero where a row is not its parent's with the diagonal
+    added, or holds anything to the right of it. `cells` is the address of the tree's first cell.
+
+    Four cells at a time, by the aligned words that lie wholly inside the row; its first and last
+    four cells, by which the words may fall short, one by one. So nothing is read but cells of
+    these rows and, a word further than they are compared, of earlier ones. The caller has
+    checked that the lane's cells lie inside the buffer, less than 2^31 bytes apart.
+    """
+    address = cells.to(tl.int64)
+    odd = (address & 3).to(tl.int32)
+    words = (address - odd).to(tl.pointer_type(tl.int32))
+    own_word = (odd + rows * step + 3) >> 2
+    head = own_word * 4 - odd - rows * step  # cells before the first word
+    count = tl.where(inside, (w - head) >> 2, 0)
+    seen_at = odd + up * step + head
+    shift = ((seen_at & 3) * 8).to(tl.uint64)
+    ahead = rows - head
+    below = tl.where(linked, tl.minimum((ahead >> 2) + 1, count), 0)
+    diagonal_word = tl.where(diagonal_on & ((ahead >> 2) < count), ahead >> 2, -1)
+    diagonal_bit = 1 << ((ahead & 3) * 8)
+    own_words, seen_words = words + own_word, words + (seen_at >> 2)
+    bad = tl.zeros([ROWS, cCELL_LANES], tl.int32)
+    for begin in range(0, w >> 2, cCELL_WORDS):
+        for k in tl.static_range(cCELL_WORDS // cCELL_LANES):
+            at = begin + k * cCELL_LANES + tl.arange(0, cCELL_LANES)[None, :]
+            own = tl.load(own_words + at, mask=at < count, other=0)
+            low = tl.load(seen_words + at, mask=at < below, other=0)
+            high = tl.load(seen_words + at + 1, mask=at < below, other=0)
+            both = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(
+                tl.uint32, bitcast=True
+            ).to(tl.uint64)
+            seen = (both >> shift).to(tl.uint32).to(tl.int32, bitcast=True)
+            bad |= own ^ seen ^ tl.where(at == diagonal_word, diagonal_bit, 0)
+    k = tl.arange(0, 8)[None, :]
+    cols = tl.where(k < 4, k, w - 8 + k)
+    there = inside & (cols >= 0) & (cols < w)
+    own = tl.load(cells + rows * step + cols, mask=there, other=0).to(tl.int32)
+    seen = tl.load(cells + up * step + cols, mask=there & linked, other=0).to(tl.int32)
+    ends = own ^ seen ^ (there & diagonal_on & (cols == rows)).to(tl.int32)
+    return tl.max((bad != 0).to(tl.int32)) | tl.max((ends != 0).to(tl.int32))
+
+
+@triton.jit
+def filter_pairs(
+    first: tl.tensor, block: tl.tensor, w: tl.tensor, size: tl.tensor, live: tl.tensor,
+    tokens: tl.tensor, parents: tl.tensor, out: tl.tensor, reserved: tl.tensor,
+    HAS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """T4, T2 of sorted trees, and K2 between DEEP * WARPS rows from row 1 on and all rows before
+    them: nonzero where two rows have an equal key. A row's parent and token in one number are a
+    key; it tells all tokens below 2^20 apart. Keys are compared by their low 32 bits: equal
+    values have equal low bits.
+
+    A thread holds DEEP rows against COLS columns. The shapes of rows and columns carry the
+    dimensions of warps and lanes so that Triton deals them out like that.
+    """
+    warp, lane = tl.arange(0, WARPS)[None, None, :, None], tl.arange(0, 32)[None, None, None, :]
+    rows = (block * WARPS + warp) * DEEP + tl.arange(0, DEEP)[:, None, None, None] + lane * 0 + 1
+    inside = (rows < w) & live
+    node = inside & (rows < size)
+    # Where a row has no key, one that no row has: token ids and slots are not negative.
+    twin, slot, apart = -7 - rows, -7 - rows, -7 - rows
+    if HAS & cTREE:
+        up = load_low(parents, first + rows, inside, -1)
+        twin = tl.where(node, load_low(tokens, first + rows, inside, -1) * 2048 + up, twin)
+        if HAS & cMAJOR:
+            before = load_low(parents, first + rows - 1, inside, -1)
+            apart = tl.where(node & (before != up), up, apart)
+    if HAS & cOUT:
+        own = load_low(out, first + rows, inside, 0)
+        slot = tl.where(inside & (own != reserved.to(tl.int32)), own, slot)
+    least = tl.full([DEEP, COLS, WARPS, 32], 1, tl.uint32)
+    for begin in range(0, tl.minimum(w, (block + 1) * (DEEP * WARPS)), COLS * 32):
+        cols = begin + tl.arange(0, COLS)[None, :, None, None] * 32 + lane + warp * 0
+        later = ~((cols - rows) >> 31)  # all bits where the column is not before the row
+        if HAS & cTREE:
+            parent = load_low(parents, first + cols, cols < w, -1)
+            token = load_low(tokens, first + cols, cols < w, -1)
+            key = token * 2048 + parent
+            least = tl.minimum(least, ((twin ^ key) | later).to(tl.uint32, bitcast=True))
+            if HAS & cMAJOR:
+                least = tl.minimum(least, ((apart ^ parent) | later).to(tl.uint32, bitcast=True))
+        if HAS & cOUT:
+            found = load_low(out, first + cols, cols < w, -1)
+            least = tl.minimum(least, ((slot ^ found) | later).to(tl.uint32, bitcast=True))
+    return (tl.min(tl.reshape(least, [DEEP * COLS * WARPS * 32], can_reorder=True)) == 0).to(
+        tl.int32
+    )
+
+
+@triton.jit
+def _either(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return a | b
+
+
+@triton.jit
+def filter_links(
+    first: tl.tensor, w: tl.tensor, size: tl.tensor, pad_rows: tl.tensor, parents: tl.tensor,
+    index: tl.tensor, child: tl.tensor, sibling: tl.tensor, BITS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """T3 of a lane: nonzero unless each link leads on to a node of the right parent, and every
+    node but the root is led to.
+
+    That is enough. Going back from a node by the links that lead to it, always to an earlier row
+    of the same parent, ends at that parent's first child; and a row has one next sibling, so the
+    list that begins there holds the node. Builders list siblings in row order.
+    """
+    word = tl.arange(0, BITS)[None, :]
+    reached = tl.zeros([BITS], tl.int32)
+    wrong = tl.zeros([cROW_BLOCK], tl.int32)
+    for begin in range(0, w, cROW_BLOCK):
+        rows = begin + tl.arange(0, cROW_BLOCK)
+        inside = rows < w
+        node = inside & (rows < size)
+        parent = load_wide(parents, first + rows, inside)
+        down, below = _link(child, first, rows, inside, node, size)
+        side, beside = _link(sibling, first, rows, inside, node, size)
+        strange = load_wide(index, first + rows, inside) != first + rows
+        strange |= below & (load_wide(parents, first + down, below) != rows)
+        strange |= beside & (load_wide(parents, first + side, beside) != parent)
+        strange |= (down < 0) | (side < 0)
+        judged = node | (inside & (pad_rows > 0))
+        wrong |= (judged & strange).to(tl.int32)
+        both = _bit_of(down[:, None], word) | _bit_of(side[:, None], word)
+        reached |= tl.reduce(both, 0, _either)
+    left = size - tl.arange(0, BITS) * 32
+    nodes = tl.where(left >= 32, -1, tl.where(left > 0, (1 << (left & 31)) - 1, 0))
+    root = tl.where(tl.arange(0, BITS) == 0, 1, 0)  # also the bit of rows without a link
+    missing = nodes & ~(reached | root)
+    return tl.max(wrong) | tl.max((missing != 0).to(tl.int32))
+
+
+@triton.jit
+def _link(
+    links: tl.tensor, first: tl.tensor, rows: tl.tensor, inside: tl.tensor, node: tl.tensor,
+    size: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Where a row's link leads and whether it does; 0 for none, -1 for one that must not be."""
+    link = load_wide(links, first + rows, inside)
+    there = node & (link > rows) & (link < size)
+    return tl.where(there, link, tl.where(link == -1, 0, -1)).to(tl.int32), there
+
+
+@triton.jit
+def _bit_of(row: tl.tensor, word: tl.tensor) -> tl.tensor:
+    return tl.where((row >> 5) == word, 1 << (row & 31), 0)
