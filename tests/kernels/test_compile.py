@@ -15,16 +15,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
+from ddtree_guard.device import kernel as device
+from ddtree_guard.device.protocol import HAS_BITS
 from ddtree_guard.device.tree import parents_kernel
 
 OTHERS = {"logp_ptr": "*fp32", "lens_ptr": "*i64", "mask_ptr": "*u8", "buffers_ptr": "*u64"}
 OTHERS |= {"child": "*i64", "sibling": "*i64", "parents": "*i32", "depths": "*i32"}
+NUMBERS = device.VERIFY_ARGS[device.VERIFY_ARGS.index("lanes"):]
+CHECKED = dict.fromkeys(device.VERIFY_ARGS, "*i64") | dict.fromkeys(NUMBERS, "i32")
+CHECKED |= dict.fromkeys(NUMBERS[NUMBERS.index("len_max"):], "i64") | {"mask": "*u8", "kv": "*i32"}
+TILE = {"LANES": 32, "BITS": 16, "ROWS": 16, "DEEP": 8, "COLS": 2, "WARPS": 4, "WIDE": 1024}
+EVERYTHING = sum(HAS_BITS.values()) - HAS_BITS["outcome"]
 
-def build(kernel, constants, **options):
+def build(kernel, constants, others=OTHERS, **options):
     kinds = {}
     for name in kernel.arg_names:
         pointer = "*i64" if name.endswith("_ptr") or name.startswith("out_") else "i32"
-        kinds[name] = "constexpr" if name in constants else OTHERS.get(name, pointer)
+        kinds[name] = "constexpr" if name in constants else others.get(name, pointer)
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=values)
     compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -36,6 +43,7 @@ build(verify_kernel._walk_kernel, {"PADDED": 32, "COLUMNS": 8})
 build(verify_kernel._move_kernel, {"COLUMNS": 8, "TILE": 1024})
 build(parents_kernel, {"W": 16, "ROUNDS": 4, "ROWS": 16})
 build(parents_kernel, {"W": 2048, "ROUNDS": 11, "ROWS": 16})
+build(device.verify_kernel, {"HAS": EVERYTHING, **TILE}, CHECKED, num_warps=4, maxnreg=64)
 print("compiled")
 """
 
