@@ -11,9 +11,9 @@ import triton.language as tl
 from ddtree_guard.device.protocol import (
     cCELL_LANES,
     cCELL_WORDS,
+    cLINK_BLOCK,
     cMAJOR,
     cOUT,
-    cROW_BLOCK,
     cTREE,
     load_low,
     load_wide,
@@ -69,47 +69,42 @@ def filter_cells(
 
 @triton.jit
 def filter_pairs(
-    first: tl.tensor, block: tl.tensor, w: tl.tensor, size: tl.tensor, live: tl.tensor,
-    tokens: tl.tensor, parents: tl.tensor, out: tl.tensor, reserved: tl.tensor,
+    first: tl.tensor, begin: tl.tensor, before: tl.tensor, w: tl.tensor, size: tl.tensor,
+    live: tl.tensor, tokens: tl.tensor, parents: tl.tensor, out: tl.tensor, reserved: tl.tensor,
     HAS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """T4, T2 of sorted trees, and K2 between DEEP * WARPS rows from row 1 on and all rows before
-    them: nonzero where two rows have an equal key. A row's parent and token in one number are a
-    key; it tells all tokens below 2^20 apart. Keys are compared by their low 32 bits: equal
-    values have equal low bits.
+    """T4, T2 of sorted trees, and K2 between DEEP * WARPS rows from `begin` on and COLS * 32 rows
+    from `before` on, as far as those come first: nonzero where two rows have an equal key. A row's
+    parent and token in one number are a key; it tells all tokens below 2^20 apart. Keys are
+    compared by their low 32 bits: equal values have equal low bits.
 
     A thread holds DEEP rows against COLS columns. The shapes of rows and columns carry the
     dimensions of warps and lanes so that Triton deals them out like that.
     """
     warp, lane = tl.arange(0, WARPS)[None, None, :, None], tl.arange(0, 32)[None, None, None, :]
-    rows = (block * WARPS + warp) * DEEP + tl.arange(0, DEEP)[:, None, None, None] + lane * 0 + 1
+    rows = begin + warp * DEEP + tl.arange(0, DEEP)[:, None, None, None] + lane * 0
+    cols = before + tl.arange(0, COLS)[None, :, None, None] * 32 + lane + warp * 0
     inside = (rows < w) & live
     node = inside & (rows < size)
+    later = ~((cols - rows) >> 31)  # all bits where the column is not before the row
+    least = tl.full([DEEP, COLS, WARPS, 32], 1, tl.uint32)
     # Where a row has no key, one that no row has: token ids and slots are not negative.
-    twin, slot, apart = -7 - rows, -7 - rows, -7 - rows
     if HAS & cTREE:
         up = load_low(parents, first + rows, inside, -1)
-        twin = tl.where(node, load_low(tokens, first + rows, inside, -1) * 2048 + up, twin)
+        twin = load_low(tokens, first + rows, inside, -1) * 2048 + up
+        parent = load_low(parents, first + cols, cols < w, -1)
+        key = load_low(tokens, first + cols, cols < w, -1) * 2048 + parent
+        twin = tl.where(node, twin, -7 - rows)
+        least = tl.minimum(least, ((twin ^ key) | later).to(tl.uint32, bitcast=True))
         if HAS & cMAJOR:
-            before = load_low(parents, first + rows - 1, inside, -1)
-            apart = tl.where(node & (before != up), up, apart)
+            above = load_low(parents, first + rows - 1, inside, -1)
+            apart = tl.where(node & (above != up), up, -7 - rows)
+            least = tl.minimum(least, ((apart ^ parent) | later).to(tl.uint32, bitcast=True))
     if HAS & cOUT:
         own = load_low(out, first + rows, inside, 0)
-        slot = tl.where(inside & (own != reserved.to(tl.int32)), own, slot)
-    least = tl.full([DEEP, COLS, WARPS, 32], 1, tl.uint32)
-    for begin in range(0, tl.minimum(w, (block + 1) * (DEEP * WARPS)), COLS * 32):
-        cols = begin + tl.arange(0, COLS)[None, :, None, None] * 32 + lane + warp * 0
-        later = ~((cols - rows) >> 31)  # all bits where the column is not before the row
-        if HAS & cTREE:
-            parent = load_low(parents, first + cols, cols < w, -1)
-            token = load_low(tokens, first + cols, cols < w, -1)
-            key = token * 2048 + parent
-            least = tl.minimum(least, ((twin ^ key) | later).to(tl.uint32, bitcast=True))
-            if HAS & cMAJOR:
-                least = tl.minimum(least, ((apart ^ parent) | later).to(tl.uint32, bitcast=True))
-        if HAS & cOUT:
-            found = load_low(out, first + cols, cols < w, -1)
-            least = tl.minimum(least, ((slot ^ found) | later).to(tl.uint32, bitcast=True))
+        slot = tl.where(inside & (own != reserved.to(tl.int32)), own, -7 - rows)
+        found = load_low(out, first + cols, cols < w, -1)
+        least = tl.minimum(least, ((slot ^ found) | later).to(tl.uint32, bitcast=True))
     return (tl.min(tl.reshape(least, [DEEP * COLS * WARPS * 32], can_reorder=True)) == 0).to(
         tl.int32
     )
@@ -122,52 +117,49 @@ def _either(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def filter_links(
-    first: tl.tensor, w: tl.tensor, size: tl.tensor, pad_rows: tl.tensor, parents: tl.tensor,
-    index: tl.tensor, child: tl.tensor, sibling: tl.tensor, BITS: tl.constexpr,
+    first: tl.tensor, w: tl.tensor, size: tl.tensor, child: tl.tensor, sibling: tl.tensor,
+    BITS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """T3 of a lane: nonzero unless each link leads on to a node of the right parent, and every
-    node but the root is led to.
+    """T3 of a lane: nonzero unless a link leads on to every node but the root. `strange_links` sees
+    to it that links do not lead elsewhere.
 
     That is enough. Going back from a node by the links that lead to it, always to an earlier row
     of the same parent, ends at that parent's first child; and a row has one next sibling, so the
     list that begins there holds the node. Builders list siblings in row order.
     """
-    word = tl.arange(0, BITS)[None, :]
+    word = tl.arange(0, BITS)[:, None]
     reached = tl.zeros([BITS], tl.int32)
-    wrong = tl.zeros([cROW_BLOCK], tl.int32)
-    for begin in range(0, w, cROW_BLOCK):
-        rows = begin + tl.arange(0, cROW_BLOCK)
-        inside = rows < w
-        node = inside & (rows < size)
-        parent = load_wide(parents, first + rows, inside)
-        down, below = _link(child, first, rows, inside, node, size)
-        side, beside = _link(sibling, first, rows, inside, node, size)
-        strange = load_wide(index, first + rows, inside) != first + rows
-        strange |= below & (load_wide(parents, first + down, below) != rows)
-        strange |= beside & (load_wide(parents, first + side, beside) != parent)
-        strange |= (down < 0) | (side < 0)
-        judged = node | (inside & (pad_rows > 0))
-        wrong |= (judged & strange).to(tl.int32)
-        both = _bit_of(down[:, None], word) | _bit_of(side[:, None], word)
-        reached |= tl.reduce(both, 0, _either)
-    left = size - tl.arange(0, BITS) * 32
+    for begin in range(0, w - 1, cLINK_BLOCK):  # no link leads on from the last row
+        rows = begin + tl.arange(0, cLINK_BLOCK)
+        down = load_low(child, first + rows, rows < w, -1)
+        side = load_low(sibling, first + rows, rows < w, -1)
+        down = tl.where(rows < size, down, 0)[None, :] - 1
+        side = tl.where(rows < size, side, 0)[None, :] - 1
+        both = tl.where((down >> 5) == word, 1 << (down & 31), 0)
+        both |= tl.where((side >> 5) == word, 1 << (side & 31), 0)
+        reached |= tl.reduce(both, 1, _either)
+    left = size - 1 - tl.arange(0, BITS) * 32
     nodes = tl.where(left >= 32, -1, tl.where(left > 0, (1 << (left & 31)) - 1, 0))
-    root = tl.where(tl.arange(0, BITS) == 0, 1, 0)  # also the bit of rows without a link
-    missing = nodes & ~(reached | root)
-    return tl.max(wrong) | tl.max((missing != 0).to(tl.int32))
+    return tl.max(((nodes & ~reached) != 0).to(tl.int32))
 
 
 @triton.jit
-def _link(
-    links: tl.tensor, first: tl.tensor, rows: tl.tensor, inside: tl.tensor, node: tl.tensor,
-    size: tl.tensor,
+def strange_links(
+    first: tl.tensor, rows: tl.tensor, w: tl.tensor, size: tl.tensor, pad_rows: tl.tensor,
+    parents: tl.tensor, index: tl.tensor, child: tl.tensor, sibling: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Where a row's link leads and whether it does; 0 for none, -1 for one that must not be."""
-    link = load_wide(links, first + rows, inside)
-    there = node & (link > rows) & (link < size)
-    return tl.where(there, link, tl.where(link == -1, 0, -1)).to(tl.int32), there
-
-
-@triton.jit
-def _bit_of(row: tl.tensor, word: tl.tensor) -> tl.tensor:
-    return tl.where((row >> 5) == word, 1 << (row & 31), 0)
+    """T3 row by row: nonzero where a link does not lead on to a node of the right parent."""
+    inside = rows < w
+    node = inside & (rows < size)
+    parent = load_wide(parents, first + rows, inside)
+    down = load_wide(child, first + rows, inside)
+    side = load_wide(sibling, first + rows, inside)
+    strange = load_wide(index, first + rows, inside) != first + rows
+    below = node & (down > rows) & (down < size)
+    beside = node & (side > rows) & (side < size)
+    kid = load_wide(parents, first + tl.where(below, down, 0).to(tl.int32), below)
+    next_kid = load_wide(parents, first + tl.where(beside, side, 0).to(tl.int32), beside)
+    strange |= tl.where(below, kid != rows, down != -1)
+    strange |= tl.where(beside, next_kid != parent, side != -1)
+    judged = node | (inside & (pad_rows > 0))
+    return (judged & (strange != 0)).to(tl.int32)

@@ -25,7 +25,7 @@ from ddtree_guard.device.cells import (
     not_solid,
     readable_rows,
 )
-from ddtree_guard.device.filters import filter_cells, filter_links, filter_pairs
+from ddtree_guard.device.filters import filter_cells, filter_links, filter_pairs, strange_links
 from ddtree_guard.device.protocol import (
     begin_step,
     cCOLD_COLS,
@@ -39,7 +39,6 @@ from ddtree_guard.device.protocol import (
     cOUT,
     cPAD_LEN,
     cPOS,
-    cROW_BLOCK,
     cTREE,
     cWORDS_OK,
     flag,
@@ -72,29 +71,46 @@ def _report_rows(
 @triton.jit
 def _node_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
-    parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor, out: tl.tensor, block: tl.tensor,
-    w: tl.tensor, depth_max: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor,
-    vocab: tl.tensor, pool: tl.tensor, reserved: tl.tensor, pad_slot: tl.tensor,
-    HAS: tl.constexpr,
+    parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor, index: tl.tensor, child: tl.tensor,
+    sibling: tl.tensor, out: tl.tensor, block: tl.tensor, w: tl.tensor, depth_max: tl.tensor,
+    pad_rows: tl.tensor, enabled: tl.tensor, vocab: tl.tensor, pool: tl.tensor,
+    reserved: tl.tensor, pad_slot: tl.tensor, HAS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rules about a tree row and its slot; a thread judges a row."""
+    """Rules about a tree row, its links and its slot; a thread judges a row."""
     lane = tl.program_id(0).to(tl.int64)
     first = tl.program_id(0) * w
-    rows = block * cROW_BLOCK + tl.arange(0, cROW_BLOCK)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
     node = rows < w
     live = lane < tl.load(live_count).to(tl.int64)
     flags = (rows * 0).to(tl.int32)
     pads = flags
     if HAS & cTREE:
-        size = tl.load(sizes + lane).to(tl.int64)
         flags, node = judge_nodes(
-            first, rows, w, size, tokens, parents, depths, depth_max, vocab, pad_rows, HAS
+            first,
+            rows,
+            w,
+            tl.load(sizes + lane).to(tl.int64),
+            tokens,
+            parents,
+            depths,
+            depth_max,
+            vocab,
+            pad_rows,
+            HAS,
         )
     if HAS & cOUT:
         slot = load_wide(out, first + rows, rows < w)
         found, pads = judge_slots(slot, rows < w, node, pool, pad_slot, reserved, HAS)
         flags |= found
     _report_rows(state, slots, lane, live, rows, w, flags, pads, enabled)
+    if HAS & cLINKS:
+        size = node_count(sizes, lane, w)
+        strange = strange_links(first, rows, w, size, pad_rows, parents, index, child, sibling)
+        if live & (tl.max(strange) != 0):
+            _link_report(
+                state, slots, lane, live, first, w, size, parents, index, child, sibling, pad_rows,
+                enabled, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -104,11 +120,12 @@ def _place_program(
     kvi: tl.tensor, block: tl.tensor, lanes: tl.tensor, w: tl.tensor, sections: tl.tensor,
     enabled: tl.tensor, pool: tl.tensor, mask_numel: tl.tensor, kvi_numel: tl.tensor,
     pad_len: tl.tensor, pad_position: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rules about a row's position and the ends of its prefix; a thread judges a row."""
     lane = tl.program_id(0).to(tl.int64)
     first = tl.program_id(0) * w
-    rows = block * cROW_BLOCK + tl.arange(0, cROW_BLOCK)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
     node = rows < w
     live = lane < tl.load(live_count).to(tl.int64)
     s = tl.load(lens + lane).to(tl.int64)
@@ -166,19 +183,32 @@ def _lane_program(
 def _link_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, parents: tl.tensor,
     sizes: tl.tensor, index: tl.tensor, child: tl.tensor, sibling: tl.tensor, w: tl.tensor,
-    pad_rows: tl.tensor, enabled: tl.tensor, BITS: tl.constexpr,
+    pad_rows: tl.tensor, enabled: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Filter the links of a lane; judge them where in doubt."""
+    """Filter the lists of siblings of a lane; judge them where in doubt."""
     lane = tl.program_id(0).to(tl.int64)
     first = tl.program_id(0) * w
     live = lane < tl.load(live_count).to(tl.int64)
     size = node_count(sizes, lane, w)
-    doubt = filter_links(first, w, size, pad_rows, parents, index, child, sibling, BITS)
+    doubt = filter_links(first, w, size, child, sibling, BITS)
     if live & (doubt != 0):
-        for begin in range(0, w, cROW_BLOCK):
-            rows = begin + tl.arange(0, cROW_BLOCK)
-            flags = judge_links(first, rows, w, size, parents, index, child, sibling, pad_rows)
-            _report_rows(state, slots, lane, live, rows, w, flags, flags, enabled)
+        _link_report(
+            state, slots, lane, live, first, w, size, parents, index, child, sibling, pad_rows,
+            enabled, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _link_report(
+    state: tl.tensor, slots: tl.tensor, lane: tl.tensor, live: tl.tensor, first: tl.tensor,
+    w: tl.tensor, size: tl.tensor, parents: tl.tensor, index: tl.tensor, child: tl.tensor,
+    sibling: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Cold: T3 of all rows of a lane; one strange link can lose other rows."""
+    for begin in range(0, w, BLOCK):
+        rows = begin + tl.arange(0, BLOCK)
+        flags = judge_links(first, rows, w, size, parents, index, child, sibling, pad_rows)
+        _report_rows(state, slots, lane, live, rows, w, flags, flags, enabled)
 
 
 @triton.jit
@@ -263,11 +293,11 @@ def _mask_flags(
 @triton.jit
 def _pair_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
-    parents: tl.tensor, sizes: tl.tensor, out: tl.tensor, block: tl.tensor, w: tl.tensor,
-    enabled: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr, DEEP: tl.constexpr,
-    COLS: tl.constexpr, WARPS: tl.constexpr,
+    parents: tl.tensor, sizes: tl.tensor, out: tl.tensor, begin: tl.tensor, before: tl.tensor,
+    w: tl.tensor, enabled: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr,
+    DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Filter a block of rows against all rows before them; judge them where in doubt."""
+    """Filter a block of rows against a block of rows before them; judge them where in doubt."""
     lane = tl.program_id(0).to(tl.int64)
     first = tl.program_id(0) * w
     live = lane < tl.load(live_count).to(tl.int64)
@@ -275,10 +305,9 @@ def _pair_program(
     if HAS & cTREE:
         size = node_count(sizes, lane, w)
     doubt = filter_pairs(
-        first, block, w, size, live, tokens, parents, out, reserved, HAS, DEEP, COLS, WARPS
+        first, begin, before, w, size, live, tokens, parents, out, reserved, HAS, DEEP, COLS, WARPS
     )
     if live & (doubt != 0):
-        begin = block * (DEEP * WARPS) + 1
         last = tl.minimum(w, begin + DEEP * WARPS)
         for at in range(begin, last, cCOLD_ROWS):
             rows = at + tl.arange(0, cCOLD_ROWS)[:, None]
@@ -360,16 +389,18 @@ def verify_kernel(
     rows, or pieces of the prefix. `operands.Buffers` has the shapes of the arrays.
     """
     part = tl.program_id(1)
+    BLOCK: tl.constexpr = 32 * WARPS
+    across = (w - 2 + COLS * 32) // (COLS * 32)
     nodes = 2
-    places = nodes + (w + cROW_BLOCK - 1) // cROW_BLOCK
-    cells = places + (w + cROW_BLOCK - 1) // cROW_BLOCK
+    places = nodes + (w + BLOCK - 1) // BLOCK
+    cells = places + (w + BLOCK - 1) // BLOCK
     pairs = cells + (w + ROWS - 1) // ROWS
-    prefix = pairs + (w - 2 + DEEP * WARPS) // (DEEP * WARPS)
+    prefix = pairs + (w - 2 + DEEP * WARPS) // (DEEP * WARPS) * across
     if part == 0:
         if HAS & cLINKS:
             _link_program(
                 state, slots, live_count, parents, sizes, index, child, sibling, w, pad_rows,
-                enabled, BITS,
+                enabled, BITS, BLOCK,
             )  # fmt: skip
     elif part == 1:
         _lane_program(
@@ -378,14 +409,15 @@ def verify_kernel(
         )  # fmt: skip
     elif part < places:
         _node_program(
-            state, slots, live_count, tokens, parents, depths, sizes, out, part - nodes, w,
-            depth_max, pad_rows, enabled, vocab, pool, reserved, pad_slot, HAS,
+            state, slots, live_count, tokens, parents, depths, sizes, index, child, sibling, out,
+            part - nodes, w, depth_max, pad_rows, enabled, vocab, pool, reserved, pad_slot, HAS,
+            BLOCK,
         )  # fmt: skip
     elif part < cells:
         _place_program(
             state, slots, live_count, lens, kv, mi, mask, depths, sizes, positions, kvi,
             part - places, lanes, w, sections, enabled, pool, mask_numel, kvi_numel, pad_len,
-            pad_position, HAS, LANES,
+            pad_position, HAS, LANES, BLOCK,
         )  # fmt: skip
     elif part < pairs:
         if HAS & cMASK:
@@ -394,10 +426,14 @@ def verify_kernel(
                 pad_rows, enabled, mask_numel, HAS, LANES, ROWS, WIDE,
             )  # fmt: skip
     elif part < prefix:
-        _pair_program(
-            state, slots, live_count, tokens, parents, sizes, out, part - pairs, w, enabled,
-            reserved, HAS, DEEP, COLS, WARPS,
-        )  # fmt: skip
+        down = (part - pairs) // across
+        begin = down * (DEEP * WARPS) + 1
+        before = (part - pairs - down * across) * (COLS * 32)
+        if before < begin + DEEP * WARPS - 1:
+            _pair_program(
+                state, slots, live_count, tokens, parents, sizes, out, begin, before, w, enabled,
+                reserved, HAS, DEEP, COLS, WARPS,
+            )  # fmt: skip
     elif HAS & cFULL:
         _prefix_program(
             state, slots, live_count, lens, kv, mi, mask, depths, sizes, kvi, part - prefix,

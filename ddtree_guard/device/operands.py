@@ -16,7 +16,7 @@ import triton
 from ddtree_guard.config import Depth
 from ddtree_guard.device.edges import close_kernel, table_kernel
 from ddtree_guard.device.kernel import verify_kernel
-from ddtree_guard.device.protocol import BITS, HAS_BITS, ROW_BLOCK
+from ddtree_guard.device.protocol import BITS, HAS_BITS
 from ddtree_guard.errors import UsageError
 from ddtree_guard.step import Contract
 
@@ -88,10 +88,10 @@ class Tile:
     """
 
     rows: int = 16
-    deep: int = 8
-    cols: int = 2
+    deep: int = 16
+    cols: int = 4
     warps: int = 4
-    registers: int = 64
+    registers: int = 0
 
 
 WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
@@ -104,11 +104,10 @@ def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
 
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
     """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
-    fixed = (
-        2 + 2 * -(-w // ROW_BLOCK) + -(-w // tile.rows) + -(-(w - 1) // (tile.deep * tile.warps))
-    )
-    pieces = -(-cells // (8 * WIDE * lanes))
-    return fixed + min(pieces, max(1, 2048 // lanes))
+    rows = 2 * triton.cdiv(w, 32 * tile.warps) + triton.cdiv(w, tile.rows)
+    pairs = triton.cdiv(w - 1, tile.deep * tile.warps) * triton.cdiv(w - 1, tile.cols * 32)
+    pieces = triton.cdiv(cells, 8 * WIDE * lanes)
+    return 2 + rows + pairs + min(pieces, max(1, 2048 // lanes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +168,7 @@ def verify_operands(
     launch = bind(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
-        LANES=32 if shape.lanes <= 32 else MAX_LANES, BITS=16 if shape.w <= 512 else 64,
+        LANES=32 if shape.lanes <= 32 else MAX_LANES, BITS=8 if shape.w <= 257 else 32,
         ROWS=tile.rows, DEEP=tile.deep, COLS=tile.cols, WARPS=tile.warps, WIDE=WIDE,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
