@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ddtree_guard.device.protocol import (
+    cFAR,
     cK2,
     cM1,
     cM2,
@@ -32,6 +33,16 @@ def readable_rows(
     sane = (s >= 0) & (s <= mask_numel) & (start >= 0) & (start <= mask_numel)
     most = tl.where(sane, s, 0) + w
     return (rows < w) & sane & (start + (rows + 1) * most <= mask_numel)
+
+
+@triton.jit
+def cells_inside(
+    s: tl.tensor, start: tl.tensor, w: tl.tensor, mask_numel: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Whether all mask cells of the lane lie inside the buffer, at offsets of 31 bits."""
+    near = (s >= 0) & (s < cFAR)
+    room = mask_numel - w * (tl.where(near, s, 0).to(tl.int32) + w)
+    return near & (start >= 0) & (start <= room)
 
 
 @triton.jit

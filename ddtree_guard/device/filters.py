@@ -11,6 +11,7 @@ import triton.language as tl
 from ddtree_guard.device.protocol import (
     cCELL_LANES,
     cCELL_WORDS,
+    cFAR,
     cLINK_BLOCK,
     cMAJOR,
     cOUT,
@@ -43,71 +44,92 @@ def filter_cells(
     shift = ((seen_at & 3) * 8).to(tl.uint64)
     ahead = rows - head
     below = tl.where(linked, tl.minimum((ahead >> 2) + 1, count), 0)
-    diagonal_word = tl.where(diagonal_on & ((ahead >> 2) < count), ahead >> 2, -1)
+    diagonal_word = tl.where(diagonal_on & ((ahead >> 2) < count), ahead >> 2, -cFAR)
     diagonal_bit = 1 << ((ahead & 3) * 8)
-    own_words, seen_words = words + own_word, words + (seen_at >> 2)
+    lane = tl.arange(0, cCELL_LANES)[None, :]
+    own_words, seen_words = words + own_word + lane, words + (seen_at >> 2) + lane
+    count, below, diagonal_word = count - lane, below - lane, diagonal_word - lane
     bad = tl.zeros([ROWS, cCELL_LANES], tl.int32)
-    for begin in range(0, w >> 2, cCELL_WORDS):
-        for k in tl.static_range(cCELL_WORDS // cCELL_LANES):
-            at = begin + k * cCELL_LANES + tl.arange(0, cCELL_LANES)[None, :]
-            own = tl.load(own_words + at, mask=at < count, other=0)
-            low = tl.load(seen_words + at, mask=at < below, other=0)
-            high = tl.load(seen_words + at + 1, mask=at < below, other=0)
+    for _ in range(0, w >> 2, cCELL_WORDS):
+        for k in tl.static_range(0, cCELL_WORDS, cCELL_LANES):
+            own = tl.load(own_words + k, mask=count > k, other=0)
+            low = tl.load(seen_words + k, mask=below > k, other=0)
+            high = tl.load(seen_words + k + 1, mask=below > k, other=0)
             both = (high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low.to(
                 tl.uint32, bitcast=True
             ).to(tl.uint64)
             seen = (both >> shift).to(tl.uint32).to(tl.int32, bitcast=True)
-            bad |= own ^ seen ^ tl.where(at == diagonal_word, diagonal_bit, 0)
+            bad |= own ^ seen ^ tl.where(diagonal_word == k, diagonal_bit, 0)
+        own_words += cCELL_WORDS
+        seen_words += cCELL_WORDS
+        count -= cCELL_WORDS
+        below -= cCELL_WORDS
+        diagonal_word -= cCELL_WORDS
     k = tl.arange(0, 8)[None, :]
     cols = tl.where(k < 4, k, w - 8 + k)
     there = inside & (cols >= 0) & (cols < w)
     own = tl.load(cells + rows * step + cols, mask=there, other=0).to(tl.int32)
     seen = tl.load(cells + up * step + cols, mask=there & linked, other=0).to(tl.int32)
     ends = own ^ seen ^ (there & diagonal_on & (cols == rows)).to(tl.int32)
-    return tl.max((bad != 0).to(tl.int32)) | tl.max((ends != 0).to(tl.int32))
+    return tl.max(((bad | ends) != 0).to(tl.int32))
 
 
 @triton.jit
 def filter_pairs(
     first: tl.tensor, begin: tl.tensor, before: tl.tensor, w: tl.tensor, size: tl.tensor,
     live: tl.tensor, tokens: tl.tensor, parents: tl.tensor, out: tl.tensor, reserved: tl.tensor,
-    HAS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
+    HAS: tl.constexpr, PAIR_ROWS: tl.constexpr, PAIR_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """T4, T2 of sorted trees, and K2 between DEEP * WARPS rows from `begin` on and COLS * 32 rows
-    from `before` on, as far as those come first: nonzero where two rows have an equal key. A row's
-    parent and token in one number are a key; it tells all tokens below 2^20 apart. Keys are
-    compared by their low 32 bits: equal values have equal low bits.
-
-    A thread holds DEEP rows against COLS columns. The shapes of rows and columns carry the
-    dimensions of warps and lanes so that Triton deals them out like that.
+    """T4, T2 of sorted trees, and K2 between the rows from `begin` on and those from `before` on,
+    as far as these come first: nonzero where two rows have an equal key. A row's parent and token
+    in one number are a key; it tells all tokens below 2^20 apart. Keys are compared by their
+    low 32 bits: equal values have equal low bits.
     """
-    warp, lane = tl.arange(0, WARPS)[None, None, :, None], tl.arange(0, 32)[None, None, None, :]
-    rows = begin + warp * DEEP + tl.arange(0, DEEP)[:, None, None, None] + lane * 0
-    cols = before + tl.arange(0, COLS)[None, :, None, None] * 32 + lane + warp * 0
+    rows = begin + tl.arange(0, PAIR_ROWS)
+    cols = before + tl.arange(0, PAIR_COLS)
     inside = (rows < w) & live
     node = inside & (rows < size)
-    later = ~((cols - rows) >> 31)  # all bits where the column is not before the row
-    least = tl.full([DEEP, COLS, WARPS, 32], 1, tl.uint32)
+    later = ~(
+        (cols[None, :] - rows[:, None]) >> 31
+    )  # all bits where the column does not come first
+    least = tl.full([PAIR_ROWS, PAIR_COLS], 1, tl.uint32)
     # Where a row has no key, one that no row has: token ids and slots are not negative.
     if HAS & cTREE:
-        up = load_low(parents, first + rows, inside, -1)
-        twin = load_low(tokens, first + rows, inside, -1) * 2048 + up
+        up = _load_once(parents, first, rows, inside, BLOCK // PAIR_ROWS)
+        twin = _load_once(tokens, first, rows, inside, BLOCK // PAIR_ROWS) * 2048 + up
         parent = load_low(parents, first + cols, cols < w, -1)
         key = load_low(tokens, first + cols, cols < w, -1) * 2048 + parent
-        twin = tl.where(node, twin, -7 - rows)
-        least = tl.minimum(least, ((twin ^ key) | later).to(tl.uint32, bitcast=True))
+        least = tl.minimum(least, _apart(tl.where(node, twin, -7 - rows), key, later))
         if HAS & cMAJOR:
-            above = load_low(parents, first + rows - 1, inside, -1)
+            above = _load_once(parents, first - 1, rows, inside, BLOCK // PAIR_ROWS)
             apart = tl.where(node & (above != up), up, -7 - rows)
-            least = tl.minimum(least, ((apart ^ parent) | later).to(tl.uint32, bitcast=True))
+            least = tl.minimum(least, _apart(apart, parent, later))
     if HAS & cOUT:
-        own = load_low(out, first + rows, inside, 0)
-        slot = tl.where(inside & (own != reserved.to(tl.int32)), own, -7 - rows)
+        slot = _load_once(out, first, rows, inside, BLOCK // PAIR_ROWS)
+        slot = tl.where(inside & (slot != reserved.to(tl.int32)), slot, -7 - rows)
         found = load_low(out, first + cols, cols < w, -1)
-        least = tl.minimum(least, ((slot ^ found) | later).to(tl.uint32, bitcast=True))
-    return (tl.min(tl.reshape(least, [DEEP * COLS * WARPS * 32], can_reorder=True)) == 0).to(
-        tl.int32
-    )
+        least = tl.minimum(least, _apart(slot, found, later))
+    least = tl.reshape(least, [PAIR_ROWS * PAIR_COLS], can_reorder=True)
+    return (tl.min(least) == 0).to(tl.int32)
+
+
+@triton.jit
+def _load_once(
+    pointer: tl.tensor, first: tl.tensor, rows: tl.tensor, inside: tl.tensor, COPIES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`load_low` of fewer rows than threads, each loaded by one thread only: for as many elements
+    as threads Triton passes the values on through shared memory, for fewer it repeats the loads.
+    """
+    copy = tl.arange(0, COPIES)[None, :]
+    at = first + rows[:, None] + copy * 0
+    return tl.sum(load_low(pointer, at, inside[:, None] & (copy == 0), 0), axis=1)
+
+
+@triton.jit
+def _apart(rows: tl.tensor, cols: tl.tensor, later: tl.tensor) -> tl.tensor:
+    """Zero where the keys of a row and of an earlier column are equal."""
+    return ((rows[:, None] ^ cols[None, :]) | later).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ddtree_guard.device.cells import (
     builder_offset,
+    cells_inside,
     count_stray_kv,
     judge_ends,
     judge_mask,
@@ -58,17 +59,6 @@ from ddtree_guard.device.rows import (
 
 
 @triton.jit
-def _report_rows(
-    state: tl.tensor, slots: tl.tensor, lane: tl.tensor, live: tl.tensor, rows: tl.tensor,
-    w: tl.tensor, flags: tl.tensor, pads: tl.tensor, enabled: tl.tensor,
-) -> None:  # fmt: skip
-    """Report what was found in these rows of a live lane, or of a padded one."""
-    flags = tl.where(rows < w, tl.where(live, flags, pads), 0) & enabled
-    if tl.max(flags) != 0:
-        report(slots, tl.load(state + 1) % 4, lane, rows, flags, enabled)
-
-
-@triton.jit
 def _node_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
     parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor, index: tl.tensor, child: tl.tensor,
@@ -102,15 +92,22 @@ def _node_program(
         slot = load_wide(out, first + rows, rows < w)
         found, pads = judge_slots(slot, rows < w, node, pool, pad_slot, reserved, HAS)
         flags |= found
-    _report_rows(state, slots, lane, live, rows, w, flags, pads, enabled)
+    flags = tl.where(rows < w, tl.where(live, flags, pads), 0) & enabled
+    strange = rows * 0
     if HAS & cLINKS:
         size = node_count(sizes, lane, w)
-        strange = strange_links(first, rows, w, size, pad_rows, parents, index, child, sibling)
-        if live & (tl.max(strange) != 0):
-            _link_report(
-                state, slots, lane, live, first, w, size, parents, index, child, sibling, pad_rows,
-                enabled, BLOCK,
-            )  # fmt: skip
+        strange = strange_links(
+            first, rows, w, size, pad_rows, parents, index, child, sibling
+        ) & live.to(tl.int32)
+    if tl.max(flags | strange) != 0:
+        report(slots, tl.load(state + 1) % 4, lane, rows, flags, enabled)
+        if HAS & cLINKS:  # noqa: SIM102
+            if tl.max(strange) != 0:
+                size = node_count(sizes, lane, w)
+                _link_report(
+                    state, slots, lane, first, w, size, parents, index, child, sibling, pad_rows,
+                    enabled, BLOCK,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -140,20 +137,22 @@ def _place_program(
         flags |= judge_kv_ends(lane, rows, w, s, kv, kvi, kvi_numel, pool)
     if (HAS & cMASK) and not (HAS & cFULL):
         start = tl.load(mi + lane).to(tl.int64)
-        readable = readable_rows(rows, w, s, start, mask_numel) & live
-        doubt |= judge_ends(mask, start, rows, s, w, node, readable)
+        sane = cells_inside(s, start, w, mask_numel)
+        doubt |= judge_ends(mask, tl.where(sane, start, 0), rows, s, w, node, sane & live)
+        doubt |= (live & (sane == 0)).to(tl.int32)
     if HAS & cPOS:
         found, stray = judge_positions(
             first, rows, w, lanes, s, sections, node, depth, positions, depths, pad_position, HAS
         )
         flags |= found
         pads |= stray
-    if (HAS & cMASK) and not (HAS & cFULL):  # noqa: SIM102
-        if tl.max(doubt) != 0:
+    flags = tl.where(rows < w, tl.where(live, flags, pads), 0) & enabled
+    if tl.max(flags | doubt) != 0:
+        if (HAS & cMASK) and not (HAS & cFULL):
             start = builder_offset(lens, lane, w, LANES)
             readable = readable_rows(rows, w, s, start, mask_numel) & live
             flags |= judge_ends(mask, start, rows, s, w, node, readable)
-    _report_rows(state, slots, lane, live, rows, w, flags, pads, enabled)
+        report(slots, tl.load(state + 1) % 4, lane, rows, flags, enabled)
 
 
 @triton.jit
@@ -193,22 +192,22 @@ def _link_program(
     doubt = filter_links(first, w, size, child, sibling, BITS)
     if live & (doubt != 0):
         _link_report(
-            state, slots, lane, live, first, w, size, parents, index, child, sibling, pad_rows,
-            enabled, BLOCK,
+            state, slots, lane, first, w, size, parents, index, child, sibling, pad_rows, enabled,
+            BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _link_report(
-    state: tl.tensor, slots: tl.tensor, lane: tl.tensor, live: tl.tensor, first: tl.tensor,
-    w: tl.tensor, size: tl.tensor, parents: tl.tensor, index: tl.tensor, child: tl.tensor,
-    sibling: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor, BLOCK: tl.constexpr,
+    state: tl.tensor, slots: tl.tensor, lane: tl.tensor, first: tl.tensor, w: tl.tensor,
+    size: tl.tensor, parents: tl.tensor, index: tl.tensor, child: tl.tensor, sibling: tl.tensor,
+    pad_rows: tl.tensor, enabled: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Cold: T3 of all rows of a lane; one strange link can lose other rows."""
     for begin in range(0, w, BLOCK):
         rows = begin + tl.arange(0, BLOCK)
         flags = judge_links(first, rows, w, size, parents, index, child, sibling, pad_rows)
-        _report_rows(state, slots, lane, live, rows, w, flags, flags, enabled)
+        report(slots, tl.load(state + 1) % 4, lane, rows, flags, enabled)
 
 
 @triton.jit
@@ -227,9 +226,7 @@ def _mask_program(
     start = tl.load(mi + lane).to(tl.int64)
     size = node_count(sizes, lane, w)
     parent = load_wide(parents, first + rows, rows < w)
-    sane = (s >= 0) & (s < 1 << 31) & (start >= 0) & (start <= mask_numel)
-    cells = w * (tl.where(sane, s, 0) + w)
-    sane = sane & (cells < (1 << 31) - 8) & (start + cells <= mask_numel)
+    sane = cells_inside(s, start, w, mask_numel)
     inside = (rows < w) & live & sane
     node = inside & (rows < size)
     linked = node & (parent >= 0) & (parent < rows)
@@ -295,7 +292,8 @@ def _pair_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
     parents: tl.tensor, sizes: tl.tensor, out: tl.tensor, begin: tl.tensor, before: tl.tensor,
     w: tl.tensor, enabled: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr,
-    DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
+    PAIR_ROWS: tl.constexpr, PAIR_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Filter a block of rows against a block of rows before them; judge them where in doubt."""
     lane = tl.program_id(0).to(tl.int64)
@@ -305,10 +303,23 @@ def _pair_program(
     if HAS & cTREE:
         size = node_count(sizes, lane, w)
     doubt = filter_pairs(
-        first, begin, before, w, size, live, tokens, parents, out, reserved, HAS, DEEP, COLS, WARPS
+        first,
+        begin,
+        before,
+        w,
+        size,
+        live,
+        tokens,
+        parents,
+        out,
+        reserved,
+        HAS,
+        PAIR_ROWS,
+        PAIR_COLS,
+        BLOCK,
     )
     if live & (doubt != 0):
-        last = tl.minimum(w, begin + DEEP * WARPS)
+        last = tl.minimum(w, begin + PAIR_ROWS)
         for at in range(begin, last, cCOLD_ROWS):
             rows = at + tl.arange(0, cCOLD_ROWS)[:, None]
             flags = (rows + tl.arange(0, cCOLD_COLS)[None, :]) * 0
@@ -380,7 +391,7 @@ def verify_kernel(
     host_extent: tl.int32, len_max: tl.int64, vocab: tl.int64, pool: tl.int64, reserved: tl.int64,
     mask_numel: tl.int64, kvi_numel: tl.int64, pad_len: tl.int64, pad_position: tl.int64,
     pad_slot: tl.int64, HAS: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
+    ROWS: tl.constexpr, PAIR_ROWS: tl.constexpr, PAIR_COLS: tl.constexpr, BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rules of the build site. Grid (lanes, `programs_per_lane`).
@@ -389,13 +400,12 @@ def verify_kernel(
     rows, or pieces of the prefix. `operands.Buffers` has the shapes of the arrays.
     """
     part = tl.program_id(1)
-    BLOCK: tl.constexpr = 32 * WARPS
-    across = (w - 2 + COLS * 32) // (COLS * 32)
+    across = (w - 2 + PAIR_COLS) // PAIR_COLS
     nodes = 2
     places = nodes + (w + BLOCK - 1) // BLOCK
     cells = places + (w + BLOCK - 1) // BLOCK
     pairs = cells + (w + ROWS - 1) // ROWS
-    prefix = pairs + (w - 2 + DEEP * WARPS) // (DEEP * WARPS) * across
+    prefix = pairs + (w - 2 + PAIR_ROWS) // PAIR_ROWS * across
     if part == 0:
         if HAS & cLINKS:
             _link_program(
@@ -427,12 +437,12 @@ def verify_kernel(
             )  # fmt: skip
     elif part < prefix:
         down = (part - pairs) // across
-        begin = down * (DEEP * WARPS) + 1
-        before = (part - pairs - down * across) * (COLS * 32)
-        if before < begin + DEEP * WARPS - 1:
+        begin = down * PAIR_ROWS + 1
+        before = (part - pairs - down * across) * PAIR_COLS
+        if before < begin + PAIR_ROWS - 1:
             _pair_program(
                 state, slots, live_count, tokens, parents, sizes, out, begin, before, w, enabled,
-                reserved, HAS, DEEP, COLS, WARPS,
+                reserved, HAS, PAIR_ROWS, PAIR_COLS, BLOCK,
             )  # fmt: skip
     elif HAS & cFULL:
         _prefix_program(

@@ -83,15 +83,15 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Per program: mask rows; rows and columns a thread of the pair programs; warps, and most
-    registers a thread (0: as many as the compiler likes).
+    """Per program: mask rows; rows, and rows before them, of pairs; warps, and most registers a
+    thread (0: as many as the compiler likes).
     """
 
     rows: int = 16
-    deep: int = 16
-    cols: int = 4
+    pair_rows: int = 32
+    pair_cols: int = 128
     warps: int = 4
-    registers: int = 0
+    registers: int = 64
 
 
 WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
@@ -105,7 +105,7 @@ def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
     """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
     rows = 2 * triton.cdiv(w, 32 * tile.warps) + triton.cdiv(w, tile.rows)
-    pairs = triton.cdiv(w - 1, tile.deep * tile.warps) * triton.cdiv(w - 1, tile.cols * 32)
+    pairs = triton.cdiv(w - 1, tile.pair_rows) * triton.cdiv(w - 1, tile.pair_cols)
     pieces = triton.cdiv(cells, 8 * WIDE * lanes)
     return 2 + rows + pairs + min(pieces, max(1, 2048 // lanes))
 
@@ -169,7 +169,8 @@ def verify_operands(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
         LANES=32 if shape.lanes <= 32 else MAX_LANES, BITS=8 if shape.w <= 257 else 32,
-        ROWS=tile.rows, DEEP=tile.deep, COLS=tile.cols, WARPS=tile.warps, WIDE=WIDE,
+        ROWS=tile.rows, PAIR_ROWS=tile.pair_rows, PAIR_COLS=tile.pair_cols,
+        BLOCK=32 * tile.warps, WIDE=WIDE,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 

@@ -31,6 +31,7 @@ MAGIC = 0x0DD7_9E57
 SLOTS, WORDS, ROW_RADIX = 4, 32, 4096
 NO_OFFENDER = 2**63 - 1
 LINK_BLOCK = 256  # rows of links that a pass reads
+FAR = 2_000_000  # prefix lengths below it keep all offsets of a lane's cells below 2^31
 CELL_LANES, CELL_WORDS = 8, 64  # threads that share a mask row, words of it that a pass reads
 BITS = {
     "W1": 0, "W2": 1, "W3": 2, "W4": 3, "W8": 4, "M1": 5, "M2": 6, "M4": 7, "M6": 8, "T1": 9,
@@ -50,7 +51,7 @@ _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
 cMAGIC, cWORDS, cRADIX = _constant(MAGIC), _constant(WORDS), _constant(ROW_RADIX)
 cCOLD_ROWS, cCOLD_COLS = _constant(16), _constant(32)
 cCELL_LANES, cCELL_WORDS = _constant(CELL_LANES), _constant(CELL_WORDS)
-cLINK_BLOCK, cONES = _constant(LINK_BLOCK), _constant(0x0101_0101_0101_0101)
+cLINK_BLOCK, cFAR, cONES = _constant(LINK_BLOCK), _constant(FAR), _constant(0x0101_0101_0101_0101)
 cNONE, cRULES = _constant(NO_OFFENDER), _constant(len(BITS))
 cW1, cW2, cW3, cW4, cW8 = (_constant(BITS[n]) for n in ("W1", "W2", "W3", "W4", "W8"))
 cM1, cM2, cM3, cM4, cM6 = (_constant(1 << BITS[n]) for n in ("M1", "M2", "M3", "M4", "M6"))
