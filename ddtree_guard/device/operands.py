@@ -97,9 +97,12 @@ class Tile:
 WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
 
 
+SMALL, BIG = Tile(16, 32, 128, 4, 64), Tile(16, 32, 128, 4, 64)
+
+
 def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
     """The fastest tile on an H200, by `benchmarks/device_check.py --tune`."""
-    return Tile()
+    return SMALL if depth is Depth.FAST and lanes * w <= 1024 else BIG
 
 
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
