@@ -107,10 +107,13 @@ def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
 
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
     """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
-    rows = 2 * triton.cdiv(w, 32 * tile.warps) + triton.cdiv(w, tile.rows)
-    pairs = triton.cdiv(w - 1, tile.pair_rows) * triton.cdiv(w - 1, tile.pair_cols)
-    pieces = triton.cdiv(cells, 8 * WIDE * lanes)
-    return 2 + rows + pairs + min(pieces, max(1, 2048 // lanes))
+    rows = 2 * _ceil(w, 32 * tile.warps) + _ceil(w, tile.rows)
+    pairs = _ceil(w - 1, tile.pair_rows) * _ceil(w - 1, tile.pair_cols)
+    return 2 + rows + pairs + min(_ceil(cells, 8 * WIDE * lanes), max(1, 2048 // lanes))
+
+
+def _ceil(count: int, share: int) -> int:
+    return -(-count // share)
 
 
 @dataclass(frozen=True, slots=True)
