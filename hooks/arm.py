@@ -24,7 +24,7 @@ from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.runtime import ServerGuard
 from ddtree_guard.hooks.selftest import self_test
 from ddtree_guard.hooks.sites import SCHEDULER, scheduler_hooks, verify_hook, worker_hook
-from ddtree_guard.metrics import metrics_for
+from ddtree_guard.metrics import metrics_for, metrics_of_process
 from ddtree_guard.step import Step
 
 log = logging.getLogger("ddtree_guard")
@@ -144,9 +144,14 @@ def _report(config: Config, guard: ServerGuard | None, why: str) -> None:
         boot.publish(store, mine)
         if rank == 0 or config.mode is Mode.RAISE:
             reports = boot.gather(store, world)
+    metrics = metrics_of_process() if guard is None else guard.metrics
+    whole = mine.armed and guard is not None and not guard.fuses.disarmed()
+    metrics.set("armed", float(whole))
+    if rank == 0:
+        metrics.set("ranks", world)
+        metrics.set("ranks_armed", sum(report.armed for report in reports))
     if guard is not None:
-        guard.metrics.set("armed", float(mine.armed))
-        guard.metrics.set("rules_active", len(active_rules(guard)))
+        metrics.set("rules_active", len(active_rules(guard)))
         if store is not None and config.depth.value == "full":
             guard.digests = Digests(store, rank, world)
     for report in reports if rank == 0 else (mine,):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ddtree_guard.errors import Violation
@@ -17,12 +17,19 @@ class Fuses:
     """Keeps the guard's own exceptions away from SGLang.
 
     `strict` (mode raise) lets them through, so that a test run never passes unguarded. A Violation
-    is not a fault of the guard and always passes.
+    is not a fault of the guard and always passes. `told` hears of every fault: its site, and
+    whether that disarms it.
     """
 
-    def __init__(self, limit: int = LIMIT, strict: bool = False) -> None:
+    def __init__(
+        self,
+        limit: int = LIMIT,
+        strict: bool = False,
+        told: Callable[[str, bool], None] | None = None,
+    ) -> None:
         self.limit = limit
         self.strict = strict
+        self.told = told
         self.faults: Counter[str] = Counter()
 
     def intact(self, site: str) -> bool:
@@ -48,6 +55,8 @@ class Fuses:
 
     def _count(self, site: str) -> None:
         self.faults[site] += 1
+        if self.told is not None:
+            self.told(site, not self.intact(site))
         if self.faults[site] == 1:
             log.exception(
                 "ddtree_guard internal site=%s: our bug; the server is not affected", site

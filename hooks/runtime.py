@@ -79,7 +79,7 @@ class ServerGuard:
         self.metrics = metrics or Metrics(rank)
         self.journal = journal or Journal(config.log)
         self.digests = digests
-        self.fuses = Fuses(strict=config.mode is Mode.RAISE)
+        self.fuses = Fuses(strict=config.mode is Mode.RAISE, told=self.metrics.fault)
         self.taints = Taints()
         self.coverage = Coverage()
         self.writer = DumpWriter(run, config)
@@ -331,11 +331,11 @@ class ServerGuard:
             self.coverage.latent += 1
         else:
             self.coverage.findings += 1
-        self.metrics.add("violations_total", rule=finding.rule, scope=finding.scope.value)
+        self.metrics.finding(finding)
         dump = None
         if self.journal.is_new(finding.rule):
             dump = self.writer.save([step], [(0, finding)])
-            self.metrics.add("dumps_total", 0 if dump is None else 1)
+            self.metrics.add("dumps_total" if dump else "dumps_failed_total")
         if not finding.latent or self.journal.is_new(finding.rule):
             self.journal.write(finding, step, dump)
         return render.block(finding, step, dump)
@@ -353,6 +353,7 @@ class ServerGuard:
         for req in reqs:
             source = self.taints.reuse(req)
             if source is not None:
+                self.metrics.add("tainted_total")
                 log.error(
                     "ddtree_guard tainted rid=%s source=%s cached=%d: it reuses KV of a step that "
                     "had a finding",

@@ -27,7 +27,7 @@ def test_a_rule_has_a_whole_page_and_a_fault(rule: Rule) -> None:
 def test_pages_of_rules_that_are_gone_are_removed_and_nothing_else(tmp_path: Path) -> None:
     for name in ("W99.md", "notes.md", "README.md"):
         (tmp_path / name).write_text("old")
-    assert write_pages(str(tmp_path), ALL) == len(ALL) + 1
+    assert write_pages(str(tmp_path), ALL) == len(ALL) + 2
     assert not (tmp_path / "W99.md").exists()
     assert (tmp_path / "notes.md").read_text() == "old"
     assert "[W3](W3.md)" in (tmp_path / "README.md").read_text()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_guard.metrics import Metrics, metrics_for
+from ddtree_guard.metrics import Metrics, exported, metrics_for, metrics_of_process
 
 
 class Made:
@@ -37,13 +37,13 @@ def test_names_labels_and_values() -> None:
     log: list[Any] = []
     metrics = Metrics("TP3", _client(log))
     metrics.set("armed", 1)
-    metrics.add("violations_total", rule="W3", scope="batch")
+    metrics.add("violations_total", rule="W3", scope="batch", latent="no")
     metrics.add("dumps_total", 0)
     assert log == [
         ("sglang:ddtree_guard_armed", {"rank": "TP3"}, 1),
         (
             "sglang:ddtree_guard_violations_total",
-            {"rank": "TP3", "rule": "W3", "scope": "batch"},
+            {"rank": "TP3", "rule": "W3", "scope": "batch", "latent": "no"},
             1,
         ),
     ]
@@ -55,6 +55,7 @@ def test_nothing_is_imported_where_sglang_serves_no_metrics() -> None:
     metrics.set("armed", 1)
     assert not metrics.active
     assert ("prometheus_client" in sys.modules) is before
+    assert not metrics_of_process().active
 
 
 def test_without_the_client_there_are_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +63,40 @@ def test_without_the_client_there_are_no_metrics(monkeypatch: pytest.MonkeyPatch
     metrics = metrics_for("TP0", served=True)
     metrics.add("steps_checked_total")
     assert not metrics.active
+
+
+def test_a_client_that_fails_ends_the_metrics_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log: list[Any] = []
+    metrics = Metrics("TP0", _client(log))
+    metrics.add("violations_total", rule="W3")  # the client refuses missing labels
+    metrics.add("steps_checked_total")
+    assert (log, metrics.active) == ([], False)
+    assert [record.message[:48] for record in caplog.records] == [
+        "ddtree_guard: metrics of rank TP0 end here: asse"
+    ]
+
+
+def test_a_name_that_the_client_refuses_ends_the_metrics(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*args: Any, **extra: Any) -> Any:
+        raise ValueError("duplicated timeseries")
+
+    assert not Metrics("TP0", SimpleNamespace(Gauge=refuse, Counter=refuse)).active
+    assert "duplicated timeseries" in caplog.text
+
+
+def test_a_rank_with_a_disarmed_site_is_not_armed() -> None:
+    log: list[Any] = []
+    metrics = Metrics("TP0", _client(log))
+    metrics.fault("build", disarmed=False)
+    assert log == [
+        ("sglang:ddtree_guard_internal_faults_total", {"rank": "TP0", "site": "build"}, 1)
+    ]
+    metrics.fault("build", disarmed=True)
+    assert log[-1] == ("sglang:ddtree_guard_armed", {"rank": "TP0"}, 0)
+
+
+def test_every_metric_has_a_rank() -> None:
+    assert {labels[0] for labels in exported().values()} == {"rank"}
+    assert "site" in exported()["sglang:ddtree_guard_internal_faults_total"]

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ddtree_guard.rule import HEADINGS, Rule
+from ddtree_guard.runbook import advice_on
 
 
 class _NumPyLater(ModuleType):
@@ -56,6 +57,12 @@ def reads(rule: Rule) -> list[str]:
     return list(rule.needs) or ["whatever the step holds"]
 
 
+def advice(rule: Rule) -> tuple[str, list[str]]:
+    """What a break of the rule does to users, and what to do, the best first."""
+    row = advice_on(rule.id)
+    return row.harm.value, [cure.value for cure in row.cures]
+
+
 def facts(rule: Rule) -> dict[str, Any]:
     """The rule as JSON values."""
     return {
@@ -67,5 +74,7 @@ def facts(rule: Rule) -> dict[str, Any]:
         "cost": rule.cost.value,
         "needs": list(rule.needs),
         "device_bit": rule.bit,
+        "harm": advice(rule)[0],
+        "what_to_do": advice(rule)[1],
         "page": sections(rule),
     }

@@ -10,7 +10,7 @@ import shlex
 import textwrap
 from typing import Any
 
-from ddtree_guard.commands.catalogue import catalogue, facts, find, reads, sections
+from ddtree_guard.commands.catalogue import advice, catalogue, facts, find, reads, sections
 from ddtree_guard.errors import UsageError
 from ddtree_guard.render import LEGEND, parse_line, plain
 from ddtree_guard.rule import Rule
@@ -75,6 +75,12 @@ def page(rule: Rule) -> str:
     lines = [head, "=" * len(head), *textwrap.wrap(parts.pop("Statement"), _WIDTH), where, ""]
     for heading, text in parts.items():
         lines += textwrap.wrap(f"{heading}: {text}", _WIDTH, subsequent_indent="  ")
+    harm, cures = advice(rule)
+    lines.append(f"Harm: {harm}")
+    for number, cure in enumerate(cures, 1):
+        text = f"What to do, {number}: {cure}"
+        # a flag stays whole, to be copied
+        lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     lines += textwrap.wrap(f"Reads: {', '.join(reads(rule))}", _WIDTH, subsequent_indent="  ")
     return "\n".join(lines)
 

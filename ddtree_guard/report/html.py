@@ -13,6 +13,7 @@ from string import Template
 from typing import Any
 
 from ddtree_guard import render
+from ddtree_guard.commands.catalogue import advice
 from ddtree_guard.commands.catalogue import sections as page_sections
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import UsageError
@@ -176,14 +177,16 @@ def _verdict(told: Story) -> str:
 
 
 def _hint(finding: Finding) -> str:
-    """The known fault behind the rule, from its manual page."""
+    """The known fault behind the rule, from its manual page, and what cures it."""
     try:
-        page = page_sections(find_rule(finding.rule))
+        rule = find_rule(finding.rule)
     except UsageError:  # a rule of another version
         return ""
+    page, cures = page_sections(rule), "".join(f"<li>{text(cure)}</li>" for cure in advice(rule)[1])
     known = [f"{name}: {page[name]}" for name in ("Usual cause", "Seen in") if page.get(name)]
     items = "".join(f"<li>{text(line)}</li>" for line in known)
-    return f"<h2>Known faults of this kind</h2><ul>{items}</ul><p></p>" if items else ""
+    faults = f"<h2>Known faults of this kind</h2><ul>{items}</ul><p></p>" if items else ""
+    return f"{faults}<h2>What cures it</h2><ol>{cures}</ol>"
 
 
 def _steps(told: Story, first: Finding | None) -> str:

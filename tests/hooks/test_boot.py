@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ddtree_guard.config import Config, Mode
-from ddtree_guard.hooks import boot
+from ddtree_guard.hooks import arm, boot
+from ddtree_guard.metrics import Metrics
 
 
 @pytest.mark.parametrize(
@@ -93,3 +94,16 @@ def test_a_release_outside_the_matrix_is_untested() -> None:
 
 def test_one_process_has_no_store() -> None:
     assert boot.world_of(SimpleNamespace(is_available=lambda: False)) == (0, 1, None)
+
+
+def test_a_guard_that_could_not_start_is_exported_as_not_armed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: dict[str, float] = {}
+    metrics = Metrics("TP0")
+    monkeypatch.setattr(metrics, "set", told.__setitem__)
+    monkeypatch.setattr(arm, "metrics_of_process", lambda: metrics)
+    args = SimpleNamespace(speculative_algorithm="DDTREE")
+    arm.finish(Config(mode=Mode.LOG), None, SimpleNamespace(server_args=args))
+    assert told == {"armed": 0.0, "ranks": 1, "ranks_armed": 0}
+    assert "NOT GUARDED: rank 0 of 1, the guard could not start" in caplog.text

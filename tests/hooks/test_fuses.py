@@ -49,3 +49,12 @@ def test_strict_lets_faults_through_but_never_out_of_a_capture() -> None:
     _fail(fuses, may_raise=False)
     with fuses.internal("capture", may_raise=False):
         raise Violation("G1")
+
+
+def test_every_fault_is_told_with_whether_it_disarms() -> None:
+    heard: list[tuple[str, bool]] = []
+    fuses = Fuses(limit=2, told=lambda site, disarmed: heard.append((site, disarmed)))
+    _fail(fuses)
+    _fail(fuses, "verify")
+    _fail(fuses)
+    assert heard == [("build", False), ("verify", False), ("build", True)]

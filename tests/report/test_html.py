@@ -107,8 +107,9 @@ def test_the_page_says_what_the_issue_asks_for(written: Path) -> None:
     text = written.read_text()
     for words in (
         "<h1>CFG1 width-copies-differ", "expected", "found", "Likely cause", "Known faults",
-        "What to do next", "ddtree-guard bundle", "Where the kernel reads", "The mask", "The tree",
-        "The last steps", "rows per request", "mean prefix length", "mean accepted tokens",
+        "What cures it", "What to do next", "ddtree-guard bundle", "Where the kernel reads",
+        "The mask", "The tree", "The last steps", "rows per request", "mean prefix length",
+        "mean accepted tokens",
         "Environment", "armed=8/8", "ddtree_guard version", "should see, does not",
         "Requests of this step", "21/21 steps checked", "accepted path",
     ):  # fmt: skip
