@@ -41,10 +41,10 @@ TUNE = ((8, 17, 32768), (8, 65, 32768), (32, 257, 1024), (32, 257, 32768))
 TILES = [
     Tile(*tile)
     for tile in (
-        (16, 32, 128, 4, 0), (16, 32, 128, 4, 56), (16, 32, 128, 4, 64), (16, 32, 128, 4, 80),
-        (32, 32, 128, 4, 64), (32, 32, 128, 4, 80), (16, 16, 128, 4, 64), (16, 16, 256, 4, 64),
-        (16, 64, 128, 4, 80), (16, 32, 256, 4, 80), (32, 64, 128, 8, 64), (32, 64, 128, 8, 80),
-        (32, 32, 128, 8, 64),
+        (16, 4, 4, 4, 0), (16, 4, 4, 4, 56), (16, 4, 4, 4, 64), (16, 4, 4, 4, 80),
+        (16, 8, 4, 4, 0), (16, 8, 4, 4, 64), (16, 8, 4, 4, 80), (16, 8, 2, 4, 64),
+        (16, 8, 4, 4, 72), (32, 8, 4, 4, 64), (32, 4, 4, 4, 64), (32, 4, 4, 4, 80),
+        (32, 8, 4, 4, 80), (32, 8, 4, 4, 0),
     )
 ]  # fmt: skip
 
@@ -274,7 +274,7 @@ def main() -> None:
     begin = time.perf_counter()
     check = DeviceCheck("cuda")
     if options.tune:
-        with ProcessPoolExecutor(13, mp_context=get_context("spawn")) as pool:
+        with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
             list(pool.map(precompile_tile, TILES))
         write(options.out / "device_tune.json", {"environment": environment(), **tune(check)})
         return

@@ -117,7 +117,7 @@ def pair_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
     parents: tl.tensor, sizes: tl.tensor, out: tl.tensor, begin: tl.tensor, before: tl.tensor,
     w: tl.tensor, enabled: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr,
-    PAIR_ROWS: tl.constexpr, PAIR_COLS: tl.constexpr, BLOCK: tl.constexpr,
+    DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Filter a block of rows against a block of rows before them; judge them where in doubt."""
     lane = tl.program_id(0).to(tl.int64)
@@ -127,11 +127,11 @@ def pair_program(
     if HAS & cTREE:
         size = node_count(sizes, lane, w)
     doubt = filter_pairs(
-        first, begin, before, w, size, live, tokens, parents, out, reserved, HAS, PAIR_ROWS,
-        PAIR_COLS, BLOCK,
+        first, begin, before, w, size, live, tokens, parents, out, reserved, HAS, DEEP, COLS,
+        WARPS,
     )  # fmt: skip
     if live & (doubt != 0):
-        last = tl.minimum(w, begin + PAIR_ROWS)
+        last = tl.minimum(w, begin + DEEP * WARPS)
         for at in range(begin, last, cCOLD_ROWS):
             rows = at + tl.arange(0, cCOLD_ROWS)[:, None]
             flags = (rows + tl.arange(0, cCOLD_COLS)[None, :]) * 0

@@ -78,58 +78,47 @@ def filter_cells(
 def filter_pairs(
     first: tl.tensor, begin: tl.tensor, before: tl.tensor, w: tl.tensor, size: tl.tensor,
     live: tl.tensor, tokens: tl.tensor, parents: tl.tensor, out: tl.tensor, reserved: tl.tensor,
-    HAS: tl.constexpr, PAIR_ROWS: tl.constexpr, PAIR_COLS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """T4, T2 of sorted trees, and K2 between the rows from `begin` on and those from `before` on,
-    as far as these come first: nonzero where two rows have an equal key. A row's parent and token
-    in one number are a key; it tells all tokens below 2^20 apart. Keys are compared by their
-    low 32 bits: equal values have equal low bits.
+    """T4, T2 of sorted trees, and K2 between DEEP * WARPS rows from `begin` on and COLS * 32 rows
+    from `before` on, as far as these come first: nonzero where two rows have an equal key. A row's
+    parent and token in one number are a key; it tells all tokens below 2^20 apart. Keys are
+    compared by their low 32 bits: equal values have equal low bits.
+
+    A thread holds DEEP rows against COLS columns. The shapes of rows and columns carry the
+    dimensions of warps and lanes so that Triton deals them out like that.
     """
-    rows = begin + tl.arange(0, PAIR_ROWS)
-    cols = before + tl.arange(0, PAIR_COLS)
+    warp, lane = tl.arange(0, WARPS)[None, None, :, None], tl.arange(0, 32)[None, None, None, :]
+    rows = begin + warp * DEEP + tl.arange(0, DEEP)[:, None, None, None] + lane * 0
+    cols = before + tl.arange(0, COLS)[None, :, None, None] * 32 + lane + warp * 0
     inside = (rows < w) & live
     node = inside & (rows < size)
-    later = ~(
-        (cols[None, :] - rows[:, None]) >> 31
-    )  # all bits where the column does not come first
-    least = tl.full([PAIR_ROWS, PAIR_COLS], 1, tl.uint32)
+    later = (rows - 1 - cols) >> 31  # all bits where the column is not earlier
+    least = tl.full([DEEP, COLS, WARPS, 32], 1, tl.uint32)
     # Where a row has no key, one that no row has: token ids and slots are not negative.
     if HAS & cTREE:
-        up = _load_once(parents, first, rows, inside, BLOCK // PAIR_ROWS)
-        twin = _load_once(tokens, first, rows, inside, BLOCK // PAIR_ROWS) * 2048 + up
+        up = load_low(parents, first + rows, inside, -1)
+        twin = load_low(tokens, first + rows, inside, -1) * 2048 + up
         parent = load_low(parents, first + cols, cols < w, -1)
         key = load_low(tokens, first + cols, cols < w, -1) * 2048 + parent
         least = tl.minimum(least, _apart(tl.where(node, twin, -7 - rows), key, later))
         if HAS & cMAJOR:
-            above = _load_once(parents, first - 1, rows, inside, BLOCK // PAIR_ROWS)
+            above = load_low(parents, first + rows - 1, inside, -1)
             apart = tl.where(node & (above != up), up, -7 - rows)
             least = tl.minimum(least, _apart(apart, parent, later))
     if HAS & cOUT:
-        slot = _load_once(out, first, rows, inside, BLOCK // PAIR_ROWS)
+        slot = load_low(out, first + rows, inside, 0)
         slot = tl.where(inside & (slot != reserved.to(tl.int32)), slot, -7 - rows)
         found = load_low(out, first + cols, cols < w, -1)
         least = tl.minimum(least, _apart(slot, found, later))
-    least = tl.reshape(least, [PAIR_ROWS * PAIR_COLS], can_reorder=True)
+    least = tl.reshape(least, [DEEP * COLS * WARPS * 32], can_reorder=True)
     return (tl.min(least) == 0).to(tl.int32)
 
 
 @triton.jit
-def _load_once(
-    pointer: tl.tensor, first: tl.tensor, rows: tl.tensor, inside: tl.tensor, COPIES: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """`load_low` of fewer rows than threads, each loaded by one thread only: for as many elements
-    as threads Triton passes the values on through shared memory, for fewer it repeats the loads.
-    """
-    copy = tl.arange(0, COPIES)[None, :]
-    at = first + rows[:, None] + copy * 0
-    return tl.sum(load_low(pointer, at, inside[:, None] & (copy == 0), 0), axis=1)
-
-
-@triton.jit
-def _apart(rows: tl.tensor, cols: tl.tensor, later: tl.tensor) -> tl.tensor:
+def _apart(row: tl.tensor, column: tl.tensor, later: tl.tensor) -> tl.tensor:
     """Zero where the keys of a row and of an earlier column are equal."""
-    return ((rows[:, None] ^ cols[None, :]) | later).to(tl.uint32, bitcast=True)
+    return ((row ^ column) | later).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

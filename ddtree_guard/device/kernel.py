@@ -32,13 +32,13 @@ def _block_program(
     sizes: tl.tensor, out: tl.tensor, kvi: tl.tensor, part: tl.tensor, parts: tl.tensor,
     w: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor, pool: tl.tensor, reserved: tl.tensor,
     mask_numel: tl.tensor, kvi_numel: tl.tensor, HAS: tl.constexpr, LANES: tl.constexpr,
-    ROWS: tl.constexpr, PAIR_ROWS: tl.constexpr, PAIR_COLS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Mask cells, pairs of rows, or a piece of the prefix, by `part`."""
-    across = (w - 2 + PAIR_COLS) // PAIR_COLS
+    across = (w - 2 + COLS * 32) // (COLS * 32)
     pairs = (w + ROWS - 1) // ROWS
-    prefix = pairs + (w - 2 + PAIR_ROWS) // PAIR_ROWS * across
+    prefix = pairs + (w - 2 + DEEP * WARPS) // (DEEP * WARPS) * across
     if part < pairs:
         if HAS & cMASK:
             mask_program(
@@ -47,12 +47,12 @@ def _block_program(
             )  # fmt: skip
     elif part < prefix:
         down = (part - pairs) // across
-        begin = down * PAIR_ROWS + 1
-        before = (part - pairs - down * across) * PAIR_COLS
-        if before < begin + PAIR_ROWS - 1:
+        begin = down * (DEEP * WARPS) + 1
+        before = (part - pairs - down * across) * (COLS * 32)
+        if before < begin + DEEP * WARPS - 1:
             pair_program(
                 state, slots, live_count, tokens, parents, sizes, out, begin, before, w, enabled,
-                reserved, HAS, PAIR_ROWS, PAIR_COLS, BLOCK,
+                reserved, HAS, DEEP, COLS, WARPS,
             )  # fmt: skip
     elif HAS & cFULL:
         prefix_program(
@@ -83,7 +83,7 @@ def verify_kernel(
     host_extent: tl.int32, len_max: tl.int64, vocab: tl.int64, pool: tl.int64, reserved: tl.int64,
     mask_numel: tl.int64, kvi_numel: tl.int64, pad_len: tl.int64, pad_position: tl.int64,
     pad_slot: tl.int64, HAS: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, PAIR_ROWS: tl.constexpr, PAIR_COLS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rules of the build site. Grid (lanes, `programs_per_lane`).
@@ -92,6 +92,7 @@ def verify_kernel(
     rows, or pieces of the prefix. `operands.Buffers` has the shapes of the arrays.
     """
     part = tl.program_id(1)
+    BLOCK: tl.constexpr = 32 * WARPS
     nodes = 2
     places = nodes + (w + BLOCK - 1) // BLOCK
     cells = places + (w + BLOCK - 1) // BLOCK
@@ -122,5 +123,5 @@ def verify_kernel(
         _block_program(
             state, slots, live_count, lens, kv, mi, mask, tokens, parents, depths, sizes, out, kvi,
             part - cells, tl.num_programs(1) - cells, w, pad_rows, enabled, pool, reserved,
-            mask_numel, kvi_numel, HAS, LANES, ROWS, PAIR_ROWS, PAIR_COLS, BLOCK, WIDE,
+            mask_numel, kvi_numel, HAS, LANES, ROWS, DEEP, COLS, WARPS, WIDE,
         )  # fmt: skip

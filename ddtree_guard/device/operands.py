@@ -83,13 +83,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Per program: mask rows; rows, and rows before them, of pairs; warps, and most registers a
-    thread (0: as many as the compiler likes).
+    """Per program: mask rows; rows and columns a thread of the pair programs; warps, and most
+    registers a thread (0: as many as the compiler likes).
     """
 
     rows: int = 16
-    pair_rows: int = 32
-    pair_cols: int = 128
+    deep: int = 4
+    cols: int = 4
     warps: int = 4
     registers: int = 64
 
@@ -97,7 +97,7 @@ class Tile:
 WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
 
 
-SMALL, BIG = Tile(16, 16, 128, 4, 64), Tile(16, 32, 128, 4, 56)
+SMALL, BIG = Tile(16, 4, 4, 4, 64), Tile(16, 4, 4, 4, 64)
 
 
 def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
@@ -108,7 +108,7 @@ def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
     """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
     rows = 2 * _ceil(w, 32 * tile.warps) + _ceil(w, tile.rows)
-    pairs = _ceil(w - 1, tile.pair_rows) * _ceil(w - 1, tile.pair_cols)
+    pairs = _ceil(w - 1, tile.deep * tile.warps) * _ceil(w - 1, tile.cols * 32)
     return 2 + rows + pairs + min(_ceil(cells, 8 * WIDE * lanes), max(1, 2048 // lanes))
 
 
@@ -175,8 +175,7 @@ def verify_operands(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
         LANES=32 if shape.lanes <= 32 else MAX_LANES, BITS=8 if shape.w <= 257 else 32,
-        ROWS=tile.rows, PAIR_ROWS=tile.pair_rows, PAIR_COLS=tile.pair_cols,
-        BLOCK=32 * tile.warps, WIDE=WIDE,
+        ROWS=tile.rows, DEEP=tile.deep, COLS=tile.cols, WARPS=tile.warps, WIDE=WIDE,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 

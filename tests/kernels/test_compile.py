@@ -24,7 +24,7 @@ OTHERS |= {"child": "*i64", "sibling": "*i64", "parents": "*i32", "depths": "*i3
 NUMBERS = device.VERIFY_ARGS[device.VERIFY_ARGS.index("lanes"):]
 CHECKED = dict.fromkeys(device.VERIFY_ARGS, "*i64") | dict.fromkeys(NUMBERS, "i32")
 CHECKED |= dict.fromkeys(NUMBERS[NUMBERS.index("len_max"):], "i64") | {"mask": "*u8", "kv": "*i32"}
-TILE = {"LANES": 32, "BITS": 8, "ROWS": 16, "PAIR_ROWS": 32, "PAIR_COLS": 128, "BLOCK": 128}
+TILE = {"LANES": 32, "BITS": 8, "ROWS": 16, "DEEP": 4, "COLS": 4, "WARPS": 4}
 TILE["WIDE"] = 1024
 EVERYTHING = sum(HAS_BITS.values()) - HAS_BITS["outcome"]
 
