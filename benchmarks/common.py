@@ -44,12 +44,16 @@ def spread(sample: list[float]) -> dict[str, float]:
     }
 
 
-def gpu_us(launch: Callable[[], None], repeats: int, samples: int = 7) -> list[float]:
-    """Microseconds of GPU time per call, by events; the host is let run ahead of the device."""
+def gpu_us(
+    launch: Callable[[], None], repeats: int, samples: int = 7, ahead: int = 30_000
+) -> list[float]:
+    """Microseconds of GPU time per call, by events; the host is let run ahead of the device, by
+    `ahead` cycles a call.
+    """
     times = []
     for _ in range(samples):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(30_000 * repeats)
+        torch.cuda._sleep(ahead * repeats)
         begin.record()
         for _ in range(repeats):
             launch()

@@ -32,6 +32,7 @@ class Server:
     def __init__(self, name: str, port: int, folder: Path, incident: bool) -> None:
         self.name, self.port = name, port
         cell = Cell("DDTREE", w=17, folder=str(folder / name))
+        cell.path("probe.json").parent.mkdir(parents=True, exist_ok=True)
         models = write_model(folder / "models", cell.shape)
         values = environment(cell) | {"SGLANG_DDTREE_INCIDENT": "on" if incident else "off"}
         self.log = folder / f"{name}.log"
@@ -124,7 +125,8 @@ def main() -> int:
             rows.append({"server": server.name, "error": f"{type(error).__name__}: {error}"})
         finally:
             server.stop()
-        write(out, {"environment": machine(), "rows": rows})
+        told = json.dumps({"environment": machine(), "rows": rows})
+        write(out, json.loads(told.replace(str(folder), "FOLDER")))
     return 1 if any("error" in row for row in rows) else 0
 
 

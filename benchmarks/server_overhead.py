@@ -1,19 +1,21 @@
 """What the guard costs a server: engines side by side on one GPU, measured in turns.
 
-    python benchmarks/server_overhead.py --w 8 --minutes 9 [--tools guard,kv_canary,async_assert]
+    python benchmarks/server_overhead.py --w 8,64 --seconds 280 [--tools guard,kv_canary]
 
-All engines of a width are resident; each round runs the same block on every one of them, in
-another order each time, and the ratio to the engine without any tool is taken within the round:
-drift hits both sides. The result file is rewritten after every round; rows of other widths stay.
+All engines are resident and started together. Each round runs the same block on every engine of a
+width, in another order each time, and the ratio to the engine without any tool is taken within the
+round: drift hits both sides. Blocks are as long as the unguarded engine needs for `--block`
+seconds. SGLang's own tools run at the first width only, in every fourth round. The result file is
+rewritten after every round; rows of other widths stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,8 +25,9 @@ from serving import ROOT, Cell, Child
 
 TOOLS = ("guard", "kv_canary", "async_assert")
 CONCURRENCY = (1, 8, 32)
-REQUESTS = {1: 2, 8: 16, 32: 64}  # per block: a second or two on an H200
-LENGTH = 128
+LENGTH = 64  # tokens per request
+SELDOM = 4  # every n-th round has SGLang's own tools in it
+Children = dict[tuple[str, int], Child]  # by tool and width
 
 
 def interval(ratios: list[float], seed: int = 0, draws: int = 4000) -> tuple[float, float]:
@@ -43,7 +46,8 @@ def percentile(values: list[float], count: int, share: float) -> float | None:
 def summary(
     tool: str, w: int, concurrency: int, rounds: list[dict[str, Any]], more: dict[str, Any]
 ) -> dict[str, Any]:
-    """One row: a tool at a width and a concurrency, over all rounds."""
+    """One row: a tool at a width and a concurrency, over the rounds that it took part in."""
+    rounds = [one for one in rounds if tool in one]
     speeds = [one[tool]["tokens_per_s"] for one in rounds]
     ratios = [one[tool]["tokens_per_s"] / one["off"]["tokens_per_s"] for one in rounds]
     low, high = interval(ratios) if len(ratios) > 1 else (None, None)
@@ -57,106 +61,98 @@ def summary(
         "algorithm": "NGRAM", "w": w, "concurrency": concurrency, "blocks": len(rounds),
         "tokens_per_s": round(statistics.median(speeds), 1),
         "ratio_to_off": round(statistics.median(ratios), 4),
-        "ratio_low": low, "ratio_high": high,
-        "p99_ms": round(1000 * statistics.median(gaps), 3) if gaps else None, **more,
+        "ratio_low": low and round(low, 4), "ratio_high": high and round(high, 4),
+        "p99_ms": round(1000 * statistics.median(gaps), 3) if gaps else None,
+        "ratios": [round(ratio, 4) for ratio in ratios], **more,
     }  # fmt: skip
 
 
-def gpu_memory(pids: set[int]) -> int | None:
-    """MiB that these processes use on the GPU, where nvidia-smi says so."""
-    try:
-        out = subprocess.run(
-            ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=20, check=True,
-        ).stdout  # fmt: skip
-        rows = [line.split(",") for line in out.splitlines() if line.strip()]
-        used = [int(memory) for pid, memory in rows if int(pid) in pids]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return sum(used) or None
-
-
-def group_of(child: Child) -> set[int]:
-    """Process ids of an engine: a session of its own."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == child.process.pid:
-            found.add(int(stat.parent.name))
-    return found
-
-
 def one_round(
-    children: dict[str, Child], concurrency: int, number: int, scale: float
+    children: dict[str, Child], concurrency: int, requests: int, number: int
 ) -> dict[str, Any]:
     """The same block on every engine, in a rotating order."""
     names = list(children)
     names = names[number % len(names) :] + names[: number % len(names)]
-    requests = max(concurrency, round(REQUESTS[concurrency] * scale))
-    found = {}
-    for name in names:
-        found[name] = children[name].ask(
+    return {
+        name: children[name].ask(
             120, do="block", concurrency=concurrency, requests=requests, length=LENGTH,
             seed=1000 * concurrency + number,
-        )  # fmt: skip
-    return found
+        )
+        for name in names
+    }  # fmt: skip
 
 
-def start(w: int, tools: list[str], deadline: float, shape: str) -> tuple[Any, Any, Any]:
-    """All engines of a width, started together: children, facts, and reasons of the failed."""
+def start(
+    widths: list[int], tools: list[str], deadline: float, shape: str
+) -> tuple[Children, dict[Any, Any], dict[str, str]]:
+    """All engines, started together: children, facts, and reasons of the failed ones."""
+    wanted = [(tool, w) for w in widths for tool in ("off", "guard") if tool in ("off", *tools)]
+    wanted += [(tool, widths[0]) for tool in tools if tool != "guard"]
     made = {
-        tool: Child(Cell("NGRAM", tool=tool, shape=shape, w=w, max_running=32))
-        for tool in ("off", *tools)
+        key: Child(Cell("NGRAM", tool=key[0], shape=shape, w=key[1], max_running=32))
+        for key in wanted
     }
     children, facts, failed = {}, {}, {}
-    for tool, child in made.items():
+    for key, child in made.items():
         try:
-            facts[tool] = child.answer(min(240.0, deadline - time.monotonic()))
-            children[tool] = child
+            facts[key] = child.answer(min(240.0, deadline - time.monotonic()))
+            children[key] = child
         except RuntimeError as error:
-            failed[tool] = str(error)
+            failed[f"w{key[1]}-{key[0]}"] = str(error)
             child.stop()
-    for tool, child in children.items():
-        facts[tool]["gpu_mib"] = gpu_memory(group_of(child))
-        facts[tool]["pinned_bytes"] = child.probe().get("pinned_bytes")
     return children, facts, failed
 
 
 def measure(options: argparse.Namespace, result: dict[str, Any], save: Any) -> None:
-    """All concurrencies of one width."""
-    deadline = time.monotonic() + options.minutes * 60
+    """All widths and concurrencies, as far as the time goes."""
+    deadline = time.monotonic() + options.seconds
     children, facts, failed = start(options.w, options.tools, deadline, options.shape)
-    result["failed"] |= {f"w{options.w}-{tool}": why for tool, why in failed.items()}
+    result["failed"] |= failed
+    save()
     try:
-        if "off" not in children:
-            raise RuntimeError(f"no engine to compare with: {failed.get('off')}")
-        for concurrency in CONCURRENCY:  # warm every engine before the first round counts
-            one_round(children, concurrency, -1, 0.5)
-        share = (deadline - time.monotonic()) / len(CONCURRENCY)
-        for concurrency in CONCURRENCY:
-            end, rounds = time.monotonic() + share, []
-            while len(rounds) < options.blocks and time.monotonic() < end - 5:
-                rounds.append(one_round(children, concurrency, len(rounds), options.scale))
-                rows = [
-                    summary(tool, options.w, concurrency, rounds, _more(facts[tool], child))
-                    for tool, child in children.items()
-                ]
-                _replace_rows(result, rows)
-                save()
+        cases = list(itertools.product(options.w, CONCURRENCY))
+        for at, (w, concurrency) in enumerate(cases):
+            mine = {tool: child for (tool, width), child in children.items() if width == w}
+            if "off" not in mine:
+                continue
+            end = time.monotonic() + (deadline - time.monotonic() - 3) / (len(cases) - at)
+            _case(mine, facts, w, concurrency, end, options, result, save)
     finally:
         for child in children.values():
             child.stop()
 
 
-def _more(facts: dict[str, Any], child: Child) -> dict[str, Any]:
+def _case(
+    children: dict[str, Child], facts: dict[Any, Any], w: int, concurrency: int, end: float,
+    options: argparse.Namespace, result: dict[str, Any], save: Any,
+) -> None:  # fmt: skip
+    """Rounds of one width and concurrency until `end`."""
+    warm = one_round(children, concurrency, concurrency, -1)
+    speed = one_round({"off": children["off"]}, concurrency, 2 * concurrency, -2)["off"]
+    count = round(options.block * speed["tokens_per_s"] / LENGTH / concurrency)
+    requests, rounds = concurrency * max(1, count), []
+    often = {name: child for name, child in children.items() if name in ("off", "guard")}
+    longest = 0.0
+    while len(rounds) < options.blocks and time.monotonic() + longest < end:
+        begun = time.monotonic()
+        taking = children if len(rounds) % SELDOM == 0 else often
+        rounds.append(one_round(taking, concurrency, requests, len(rounds)))
+        longest = max(longest, time.monotonic() - begun)
+    rows = [
+        summary(tool, w, concurrency, rounds, _more(facts[tool, w], child, requests))
+        for tool, child in children.items()
+        if rounds and tool in warm
+    ]
+    _replace_rows(result, rows)
+    save()
+
+
+def _more(facts: dict[str, Any], child: Child, requests: int) -> dict[str, Any]:
     probe = child.probe()
-    counted = {name: probe.get(name) for name in ("verify_steps", "steps_checked", "findings")}
-    kept = ("start_s", "gpu_mib", "pinned_bytes")
+    names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "pinned_bytes")
+    counted = {name: probe.get(name) for name in names}
     log = child.cell.path("log.txt").read_text(errors="replace")
-    return {**{name: facts.get(name) for name in kept}, **counted,
+    return {"start_s": facts.get("start_s"), **counted, "requests": requests,
             "violations_logged": log.count("iolation")}  # fmt: skip
 
 
@@ -167,12 +163,15 @@ def _replace_rows(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure one width; 1 if the guard costs more than it may."""
+    """Measure; 1 if the guard costs more than it may, or was not measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--w", type=int, default=8, help="verify width: 8, then 64")
-    parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--blocks", type=int, default=20)
-    parser.add_argument("--scale", type=float, default=1.0, help="requests per block")
+    parser.add_argument(
+        "--w", type=lambda text: [int(w) for w in text.split(",")], default=[8, 64],
+        help="verify widths",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=540.0, help="in all, start included")
+    parser.add_argument("--blocks", type=int, default=60, help="most rounds per case")
+    parser.add_argument("--block", type=float, default=0.5, help="seconds per block")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
     parser.add_argument(
@@ -192,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
 
     measure(options, result, save)
     save()
-    mine = [r for r in result["rows"] if r["tool"] == "guard" and r["w"] == options.w]
+    mine = [r for r in result["rows"] if r["tool"] == "guard" and r["w"] in options.w]
     for row in mine:
         print(json.dumps(row))
     slow = [r for r in mine if r["ratio_to_off"] < 0.995 or (r["ratio_low"] or 0) < 0.99]

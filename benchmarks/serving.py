@@ -20,11 +20,13 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB, CONTEXT = 32_000, 8192
+FEW = 64  # tokens of the EAGLE cells: a random drafter then hits now and then
 ALGORITHMS = ("NONE", "NGRAM", "DFLASH", "EAGLE", "DDTREE")
 SHAPES = {
     "small": {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16,
@@ -36,7 +38,9 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One engine. `tool` is off, guard, kv_canary or async_assert; `w` the verify width."""
+    """One engine. `tool` is off, guard, kv_canary or async_assert; `w` the verify width. `site` is
+    a folder with another SGLang than the interpreter's, put first on the path; `release` names it.
+    """
 
     algorithm: str
     graphs: bool = True
@@ -47,13 +51,27 @@ class Cell:
     max_running: int = 16
     depth: str = "fast"
     plant: str = ""
+    shadow: int = 0  # every n-th step
+    capture: str = "meta"
+    incident: bool = False  # DDTREE on the stock backend
+    release: str = ""
+    site: str = ""
     folder: str = "/tmp/ddtree-guard-bench"
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return FEW if self.algorithm == "EAGLE" else VOCAB
 
     @property
     def name(self) -> str:
         """A short name, also of files."""
         parts = [self.algorithm, self.shape, f"w{self.w}", "graphs" if self.graphs else "eager"]
         parts += ["overlap" if self.overlap else "sync", self.tool]
+        parts += [f"shadow{self.shadow}"] if self.shadow else []
+        parts += [self.capture] if self.capture != "meta" else []
+        parts += ["incident"] if self.incident else []
+        parts += [self.release] if self.release else []
         return "-".join([*parts, *([self.plant.replace("@", "at")] if self.plant else [])])
 
     def path(self, name: str) -> Path:
@@ -61,10 +79,10 @@ class Cell:
         return Path(self.folder) / self.name / name
 
 
-def write_model(folder: Path, shape: str) -> dict[str, Path]:
+def write_model(folder: Path, shape: str, vocab: int = VOCAB) -> dict[str, Path]:
     """Configurations of a target and its drafters; weights are dummies, made by SGLang."""
     common = {
-        "head_dim": 128, "vocab_size": VOCAB, "max_position_embeddings": CONTEXT,
+        "head_dim": 128, "vocab_size": vocab, "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "hidden_act": "silu",
         "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1,
         "eos_token_id": 2, **SHAPES[shape],
@@ -76,7 +94,7 @@ def write_model(folder: Path, shape: str) -> dict[str, Path]:
         "target": {**common, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
         "dflash": {
             **common, **drafts, "model_type": "qwen3", "architectures": ["DFlashDraftModel"],
-            "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": taps},
+            "dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": taps},
         },
         "eagle": {
             **common, "model_type": "llama", "architectures": ["LlamaForCausalLMEagle"],
@@ -85,10 +103,17 @@ def write_model(folder: Path, shape: str) -> dict[str, Path]:
     }  # fmt: skip
     paths = {}
     for name, config in configs.items():
-        paths[name] = folder / shape / name
-        paths[name].mkdir(parents=True, exist_ok=True)
-        (paths[name] / "config.json").write_text(json.dumps(config, indent=1))
+        paths[name] = folder / f"{shape}-{vocab}" / name
+        _put(paths[name] / "config.json", json.dumps(config, indent=1))
     return paths
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file whole: several children write the same ones at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    part.write_text(text)
+    part.replace(path)
 
 
 def engine_options(cell: Cell, models: dict[str, Path]) -> dict[str, Any]:
@@ -97,9 +122,11 @@ def engine_options(cell: Cell, models: dict[str, Path]) -> dict[str, Any]:
         "model_path": str(models["target"]), "load_format": "dummy", "random_seed": 7,
         "skip_tokenizer_init": True, "attention_backend": "triton",
         "sampling_backend": "pytorch", "grammar_backend": "none", "log_level": "warning",
-        "mem_fraction_static": 0.6, "max_total_tokens": 120_000,
+        # small pools, so that several engines share one GPU
+        **({"mem_fraction_static": 0.85, "max_total_tokens": 80_000} if cell.shape == "small"
+           else {"mem_fraction_static": 0.97, "max_total_tokens": 16_000, "context_length": 1024}),
         "max_running_requests": cell.max_running, "disable_cuda_graph": not cell.graphs,
-        "disable_overlap_schedule": not cell.overlap,
+        "disable_overlap_schedule": not cell.overlap, "disable_prefill_cuda_graph": True,
     }  # fmt: skip
     if cell.algorithm == "NGRAM":
         options |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": cell.w}
@@ -123,16 +150,21 @@ def engine_options(cell: Cell, models: dict[str, Path]) -> dict[str, Any]:
 def environment(cell: Cell) -> dict[str, str]:
     """Variables of a child: the guard's, the probe's, and its plugins on the path."""
     site = write_plugins(Path(cell.folder) / "plugins")
-    paths = [str(ROOT), str(site), os.environ.get("PYTHONPATH", "")]
+    paths = [cell.site, str(ROOT), str(site), os.environ.get("PYTHONPATH", "")]
     values = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "SGLANG_DDTREE_GUARD": "log" if cell.tool == "guard" else "off",
         "SGLANG_DDTREE_GUARD_DEPTH": cell.depth,
         "SGLANG_DDTREE_GUARD_DUMP_DIR": str(cell.path("dumps")),
+        "SGLANG_DDTREE_GUARD_SHADOW_EVERY": str(cell.shadow),
+        "SGLANG_DDTREE_GUARD_CAPTURE": cell.capture,
+        "SGLANG_DDTREE_GUARD_REDACT": "off" if cell.capture == "qkv" else "on",
+        "SGLANG_DDTREE_INCIDENT": "on" if cell.incident else "off",
         "DDTREE_GUARD_PROBE": str(cell.path("probe.json")),
         "DDTREE_GUARD_PROBE_PLANT": cell.plant,
         "SGLANG_DDTREE_BUDGET": str(cell.w - 1) if cell.algorithm == "DDTREE" else "",
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     }
     if cell.tool == "async_assert":
         values["SGLANG_ENABLE_ASYNC_ASSERT"] = "1"
@@ -145,10 +177,12 @@ def write_plugins(site: Path) -> Path:
     if not [e for e in entry_points(group="sglang.srt.plugins") if e.name == "ddtree_guard"]:
         names["ddtree_guard"] = "ddtree_guard.hooks.plugin:load"
     info = site / "ddtree_guard_probe-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtree-guard-probe\nVersion: 0\n")
+    _put(info / "METADATA", "Metadata-Version: 2.1\nName: ddtree-guard-probe\nVersion: 0\n")
+    if find_spec("deep_gemm") is None:
+        # EAGLE's graph runner imports a backend that it does not use here, and that imports this
+        _put(site / "deep_gemm.py", '"""Stands in for a library that is not installed."""\n')
     lines = [f"{name} = {target}" for name, target in names.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines, ""]))
+    _put(info / "entry_points.txt", "\n".join(["[sglang.srt.plugins]", *lines, ""]))
     return site
 
 
@@ -235,6 +269,7 @@ class Load:
     """Mixed traffic: between 1 and `most` requests at once, lengths log-uniform from 1 to 4096."""
 
     seed: int
+    vocab: int = VOCAB
     most: int = 16
     longest: int = 4096
     prefixes: list[list[int]] = field(default_factory=list)
@@ -244,15 +279,15 @@ class Load:
         length = max(1, round(math.exp(rng.uniform(0, math.log(self.longest)))))
         if self.prefixes and rng.random() < 0.33:
             head = rng.choice(self.prefixes)
-            return [*head[: rng.randint(1, len(head))], *tokens(rng, 1 + length // 8)]
-        made = tokens(rng, length)
+            return [*head[: rng.randint(1, len(head))], *tokens(rng, 1 + length // 8, self.vocab)]
+        made = tokens(rng, length, self.vocab)
         self.prefixes = [*self.prefixes[-31:], made]
         return made
 
 
-def tokens(rng: random.Random, count: int) -> list[int]:
+def tokens(rng: random.Random, count: int, vocab: int = VOCAB) -> list[int]:
     """Random ids with repetitions, so that n-gram drafts have something to find."""
-    words = [[rng.randrange(10, VOCAB - 10) for _ in range(6)] for _ in range(8)]
+    words = [[rng.randrange(10, vocab - 10) for _ in range(6)] for _ in range(8)]
     found: list[int] = []
     while len(found) < count:
         found += rng.choice(words)
@@ -291,10 +326,10 @@ def _greedy(count: int) -> dict[str, Any]:
     return {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
 
 
-def fixed(engine: Any, count: int = 6, length: int = 64) -> list[list[int]]:
+def fixed(engine: Any, vocab: int, count: int = 6, length: int = 64) -> list[list[int]]:
     """Greedy continuations of fixed prompts, one at a time: the same on every sound engine."""
     rng = random.Random(11)
-    prompts = [tokens(rng, 7 + 61 * i) for i in range(count)]
+    prompts = [tokens(rng, 7 + 61 * i, vocab) for i in range(count)]
     return [
         list(engine.generate(input_ids=prompt, sampling_params=_greedy(length))["output_ids"])
         for prompt in prompts
@@ -330,7 +365,7 @@ async def block(engine: Any, concurrency: int, requests: int, length: int, seed:
 
 def _serve(cell: Cell) -> None:
     """The child's loop: start, answer commands, end when stdin does."""
-    models = write_model(Path(cell.folder) / "models", cell.shape)
+    models = write_model(Path(cell.folder) / "models", cell.shape, cell.vocab)
     begun = time.monotonic()
     import sglang
 
@@ -340,19 +375,20 @@ def _serve(cell: Cell) -> None:
     for line in sys.stdin:
         command = json.loads(line)
         try:
-            _say(**_obey(engine, loop, command))
+            _say(**_obey(engine, loop, command, cell.vocab))
         except Exception as error:
             _say(error=f"{type(error).__name__}: {error}")
     engine.shutdown()
 
 
-def _obey(engine: Any, loop: Any, command: dict[str, Any]) -> dict[str, Any]:
+def _obey(engine: Any, loop: Any, command: dict[str, Any], vocab: int) -> dict[str, Any]:
     what = command.pop("do")
     if what == "fixed":
-        return {"outputs": fixed(engine, **command)}
+        return {"outputs": fixed(engine, vocab, **command)}
     if what == "soak":
         seconds = command.pop("seconds")
-        return dict(loop.run_until_complete(soak(engine, Load(**command), seconds)))
+        load = Load(vocab=vocab, **command)
+        return dict(loop.run_until_complete(soak(engine, load, seconds)))
     if what == "block":
         return dict(loop.run_until_complete(block(engine, **command)))
     raise ValueError(f"unknown command {what}")

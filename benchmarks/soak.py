@@ -1,18 +1,23 @@
 """Zero false alarms: guarded engines under mixed traffic, cell after cell, on one GPU.
 
     python benchmarks/soak.py --minutes 9 [--parallel 3] [--only NGRAM] [--plant] [--list]
+                              [--site 0.5.17=FOLDER]
 
-Cells cover algorithm x graphs x overlap pairwise. The result file is rewritten after every cell;
-a later call goes on with the cells that are missing. With `--plant` one fault per cell is planted
-through `ddtree_guard.testing`, and must be found on its own step.
+Cells cover algorithm x graphs x overlap x release pairwise: the SGLang of this interpreter, and one
+that lies in a folder. The result file is rewritten after every cell; a later call goes on with the
+cells that are missing. With `--plant` faults are planted afterwards in the same engines, through
+`ddtree_guard.testing`; each must be found on its own step. Their rows go to a file of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
@@ -25,47 +30,78 @@ sys.path.insert(0, str(ROOT))
 
 from ddtree_guard import render
 
-START_S = 170.0  # the first start on a fresh box compiles for more than a minute
-# A fault of each kind of site: built offsets, mask, tree, positions, slots.
-PLANTS = ("W3", "M2", "P1", "K2", "W1")
+START_S = 230.0  # the first start on a fresh box compiles for more than a minute
+WIDTHS = {"NGRAM": (16, 8), "DFLASH": (8, 8), "EAGLE": (8, 12), "DDTREE": (17, 33)}
+PATHS = ((True, True), (False, False), (True, False), (False, True))  # graphs, overlap
+# Faults of each site, per algorithm: built offsets, mask, positions and slots, padded lanes of a
+# replay, the walk, and the commit. DFLASH passes no mask and walks no tree. The first finding of
+# a rule is logged at once, so none comes behind one whose fault it may follow from.
+PLANTS = {
+    "NGRAM": ("M2", "W3", "A1", "A4"),
+    "DFLASH": ("K2", "P1", "G4", "A4"),
+    "EAGLE": ("P1", "A1", "M2", "W3"),
+    "DDTREE": ("P1", "K2", "G4", "M2"),
+}
+PLANT_S = 5.0  # seconds for one of them, half of it traffic
+SETTLE_S = 1.2  # the probe writes twice a second
 
 
-def cells() -> list[Cell]:
-    """All engines: graphs x overlap for each algorithm with a tree or a chain, and plain decode."""
-    wide = {"NGRAM": (16, 8), "DFLASH": (8, 8), "EAGLE": (8, 12), "DDTREE": (17, 33)}
+def cells(site: tuple[str, str] = ("", "")) -> list[Cell]:
+    """All engines. `site` is (release, folder) of a second SGLang; it takes half of the cells and
+    repeats those with graphs and overlap, which is how servers run.
+    """
+    release, folder = site
     found = [Cell("NONE")]
-    for algorithm, widths in wide.items():
-        for at, (graphs, overlap) in enumerate(
-            ((True, True), (False, False), (True, False), (False, True))
-        ):
-            depth = ("fast", "full")[at % 2]
-            w = widths[at // 2]
-            found.append(Cell(algorithm, graphs, overlap, w=w, depth=depth))
+    for algorithm, widths in WIDTHS.items():
+        for at, (graphs, overlap) in enumerate(PATHS):
+            cell = Cell(
+                algorithm, graphs, overlap, w=widths[at // 2], depth=("fast", "full")[at % 2]
+            )
+            other = replace(cell, release=release, site=folder)
+            found.append(other if at >= 2 else cell)
+            if at == 0 and folder:
+                found.append(other)
     return found
 
 
-def planted_cells() -> list[Cell]:
-    """The same engines, each with one fault. DFLASH passes no mask."""
-    found = []
-    speculative = [cell for cell in cells() if cell.algorithm != "NONE"]
-    for at, cell in enumerate(speculative):
-        masks = cell.algorithm != "DFLASH"
-        rules = PLANTS if masks else [rule for rule in PLANTS if rule not in ("W3", "M2")]
-        found.append(replace(cell, plant=f"{rules[at % len(rules)]}@40"))
-    return found
+def plants_of(cell: Cell) -> tuple[str, ...]:
+    """Rules whose faults are planted in an engine of this cell, in this order."""
+    return tuple(r for r in PLANTS.get(cell.algorithm, ()) if cell.graphs or not r.startswith("G"))
 
 
-def measure(cell: Cell, seconds: float, deadline: float) -> dict[str, Any]:
-    """Run one cell: fixed prompts, traffic, and the guard's counters."""
+def measure(
+    cell: Cell, seconds: float, deadline: float, plants: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run one cell: fixed prompts, traffic, the guard's counters; then one fault after another."""
     child = Child(cell)
     try:
         start = child.answer(min(START_S, deadline - time.monotonic()))
         outputs = child.ask(120, do="fixed")["outputs"]
-        traffic = child.ask(seconds + 90, do="soak", seconds=seconds, seed=len(cell.name))
-        time.sleep(1.5)  # the probe writes twice a second
-        return row(cell, start, outputs, traffic, child.probe(), log_of(cell))
+        left = deadline - time.monotonic() - 4 - PLANT_S * len(plants)
+        traffic = child.ask(seconds + 90, do="soak", seconds=max(1.0, min(seconds, left)),
+                            seed=len(cell.name))  # fmt: skip
+        time.sleep(SETTLE_S)
+        sound = row(cell, start, outputs, traffic, child.probe(), log_of(cell))
+        return sound, list(_planted(child, sound, plants))
     finally:
         child.stop()
+
+
+def _planted(child: Child, sound: dict[str, Any], plants: tuple[str, ...]) -> Iterator[Any]:
+    """Plant each fault in the running engine, and what became of it."""
+    for at, rule in enumerate(plants):
+        child.cell.path("probe.plant").write_text("\n".join(plants[: at + 1]))
+        child.ask(60, do="soak", seconds=PLANT_S / 2, seed=1000 + at)
+        time.sleep(SETTLE_S)
+        probe = child.probe()
+        plan = [p for p in probe.get("plants", []) if p["rule"] == rule][-1:]
+        lines = [found for text in log_of(child.cell).splitlines()
+                 if (found := render.parse_line(text))]  # fmt: skip
+        kept = ("release", "algorithm", "graphs", "overlap", "w", "depth")
+        found = {"cell": f"{sound['cell']}-{rule}", **{name: sound[name] for name in kept},
+                 "planted": plan[0] if plan else {"rule": rule, "at": None}, "lines": lines,
+                 "faults": probe.get("faults", {})}  # fmt: skip
+        yield {**found, "plant_verdict": judge_plant(found)}
 
 
 def log_of(cell: Cell) -> str:
@@ -88,7 +124,7 @@ def row(
         "skipped": probe.get("skipped", {}), "faults": probe.get("faults", {}),
         "checker": probe.get("checker"), "start_s": start["start_s"], "traffic": traffic,
         "lines": lines, "boot": boot[:1], "outputs": outputs, "outputs_identical": None,
-        "planted": probe.get("planted"), "tainted": log.count("ddtree_guard tainted"),
+        "tainted": log.count("ddtree_guard tainted"),
     }  # fmt: skip
 
 
@@ -109,14 +145,15 @@ def judge_plant(found: dict[str, Any]) -> dict[str, Any]:
 def compare(rows: dict[str, dict[str, Any]], reference: dict[str, Any]) -> None:
     """Fill `outputs_identical`: guarded against unguarded, one cell per algorithm."""
     for found in rows.values():
-        outputs = reference.get(f"{found['algorithm']}-{found['w']}")
-        if outputs is not None and found["graphs"] and found["overlap"]:
+        outputs = reference.get(found["cell"])
+        if outputs is not None:
             found["outputs_identical"] = outputs == found["outputs"]
 
 
 def reference_cells(chosen: list[Cell]) -> list[Cell]:
     """Engines without the guard: the cell with graphs and overlap of each algorithm."""
-    return [replace(c, tool="off") for c in chosen if c.graphs and c.overlap and not c.plant]
+    own = [c for c in chosen if c.tool != "off" and not c.site and c.graphs and c.overlap]
+    return [replace(c, tool="off") for c in own]
 
 
 def reference_outputs(cell: Cell, deadline: float) -> Any:
@@ -138,9 +175,14 @@ class Results:
         self.rows = {found["cell"]: found for found in held.get("rows", [])}
         self.reference: dict[str, Any] = held.get("reference", {})
         self.failed: dict[str, str] = {}
+        self.lock = threading.Lock()
 
     def save(self) -> None:
         """Rewrite the file as a whole."""
+        with self.lock:
+            self._save()
+
+    def _save(self) -> None:
         compare(self.rows, self.reference)
         value = {
             "rows": list(self.rows.values()),
@@ -150,13 +192,27 @@ class Results:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(value, indent=1) + "\n")
+        part.write_text(lines_of(value))
         part.replace(self.path)
+
+
+def lines_of(value: dict[str, Any]) -> str:
+    """JSON with one row of a list, or one entry of a mapping, a line."""
+    parts = []
+    for name, held in value.items():
+        if isinstance(held, list):
+            inner, ends = [json.dumps(entry) for entry in held], "[]"
+        else:
+            inner = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in held.items()]
+            ends = "{}"
+        body = ",\n  ".join(inner)
+        parts.append(f" {json.dumps(name)}: {ends[0]}\n  {body}\n {ends[1]}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Sums over sound cells. No finding in n steps bounds the rate by 3/n (95 %)."""
-    sound = [found for found in rows if not found["planted"]]
+    sound = [found for found in rows if "plant_verdict" not in found]
     steps = sum(found["steps_checked"] for found in sound)
     findings = sum(found["findings"] for found in sound)
     return {
@@ -168,36 +224,48 @@ def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run(results: Results, chosen: list[Cell], options: argparse.Namespace) -> None:
+def run(
+    results: Results, planted: Results, chosen: list[Cell], options: argparse.Namespace
+) -> None:
     """Measure the missing cells, several at a time, until the time is over."""
     deadline = time.monotonic() + options.minutes * 60
 
     def one(cell: Cell) -> None:
-        if deadline - time.monotonic() < options.seconds + 75:
+        if deadline - time.monotonic() < options.room:
             return  # left for the next call
         try:
             if cell.tool == "off":
-                results.reference[f"{cell.algorithm}-{cell.w}"] = reference_outputs(cell, deadline)
+                results.reference[_reference(cell)] = reference_outputs(cell, deadline)
             else:
-                found = measure(cell, options.seconds, deadline)
-                if cell.plant:
-                    found["plant_verdict"] = judge_plant(found)
+                plants = plants_of(cell) if options.plant else ()
+                found, bad = measure(cell, options.seconds, deadline, plants)
                 results.rows[cell.name] = found
+                planted.rows |= {one["cell"]: one for one in bad}
             print(f"done {cell.name}", flush=True)
         except Exception as error:
             results.failed[cell.name] = str(error)
             print(f"FAILED {cell.name}: {error}", flush=True)
         results.save()
+        if options.plant:
+            planted.save()
 
-    missing = [c for c in chosen if c.tool != "off" and c.name not in results.rows]
+    missing = [c for c in chosen if c.tool != "off" and not _done(c, results, planted, options)]
+    # as servers run first, in case the time does not do for all
+    missing.sort(key=lambda c: not (c.graphs and c.overlap))
     missing += [c for c in chosen if c.tool == "off" and _reference(c) not in results.reference]
     with ThreadPoolExecutor(options.parallel) as pool:
         list(pool.map(one, missing))
     results.save()
 
 
+def _done(cell: Cell, results: Results, planted: Results, options: argparse.Namespace) -> bool:
+    wanted = [f"{cell.name}-{rule}" for rule in plants_of(cell)] if options.plant else []
+    return cell.name in results.rows and all(name in planted.rows for name in wanted)
+
+
 def _reference(cell: Cell) -> str:
-    return f"{cell.algorithm}-{cell.w}"
+    """Name of the guarded cell that an unguarded one is compared with."""
+    return replace(cell, tool="guard").name
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -205,31 +273,43 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--seconds", type=float, default=60.0, help="traffic per cell")
+    parser.add_argument("--room", type=float, default=120.0, help="least seconds left for a cell")
     parser.add_argument("--parallel", type=int, default=3, help="engines on the GPU at a time")
     parser.add_argument("--only", action="append", default=[], help="algorithm, may be repeated")
-    parser.add_argument("--plant", action="store_true", help="one planted fault per cell")
+    parser.add_argument("--plant", action="store_true", help="plant faults afterwards")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
+    parser.add_argument(
+        "--site", type=_site, default=("", ""), help="RELEASE=FOLDER of a second SGLang"
+    )
+    parser.add_argument("--match", default="", help="only cells whose name fits this pattern")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/soak.json")
     options = parser.parse_args(argv)
-    chosen = planted_cells() if options.plant else cells()
-    chosen = [c for c in chosen if not options.only or c.algorithm in options.only]
+    chosen = [c for c in cells(options.site) if not options.only or c.algorithm in options.only]
+    chosen = [c for c in chosen if re.search(options.match, c.name)]
     if find_spec("ddtree_guard.ddtree") is None:
         chosen = [c for c in chosen if c.algorithm != "DDTREE"]
-    if not options.plant:
-        chosen += reference_cells(chosen)
+    chosen += reference_cells(chosen)
     if options.list:
         print("\n".join(cell.name for cell in chosen))
         return 0
     results = Results(options.out)
-    run(results, chosen, options)
+    planted = Results(options.out.with_name(f"{options.out.stem}_planted.json"))
+    run(results, planted, chosen, options)
     print(json.dumps(totals(list(results.rows.values()))))
-    bad = [r for r in results.rows.values() if not r["planted"] and r["findings"]]
-    missed = [r for r in results.rows.values() if r["planted"] and not _hit(r)]
+    bad = [r for r in results.rows.values() if r["findings"]]
+    missed = [r for r in planted.rows.values() if not _hit(r)]
     gaps = [r for r in results.rows.values() if not _covered(r)]
     for word, rows in (("FINDING", bad), ("MISSED", missed), ("NOT COVERED", gaps)):
         for found in rows:
             print(f"{word} {found['cell']}")
     return 1 if bad or missed or gaps or results.failed else 0
+
+
+def _site(text: str) -> tuple[str, str]:
+    release, _, folder = text.partition("=")
+    if not (release and folder):
+        raise argparse.ArgumentTypeError(f"expected RELEASE=FOLDER, found {text}")
+    return release, folder
 
 
 def _covered(found: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from ddtree_guard.checks import (
     mask,
     positions,
     ranks,
+    shadow,
     tree,
     width,
 )
@@ -26,5 +27,6 @@ ALL: tuple[Rule, ...] = (
     *accept.RULES,
     *logits.RULES,
     *ranks.RULES,
+    *shadow.RULES,
     *device.RULES,
 )

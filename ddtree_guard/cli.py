@@ -57,6 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     selftest.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it exists")
 
+    _doctor(commands)
+
     rules = _command(commands, "rules", "commands.rules", "the rule catalogue")
     rules.add_argument("--markdown", metavar="DIR", help="write one page per rule into DIR")
 
@@ -81,6 +83,32 @@ def build_parser() -> argparse.ArgumentParser:
 
     _more_on_dumps(commands)
     return parser
+
+
+def _doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    doctor = _command(
+        commands, "doctor", "commands.doctor", "would this server be right, and is it guarded?"
+    )
+    doctor.usage = "ddtree-guard doctor [--json] [--url URL [OPTIONS] | -- SERVE ARGUMENTS]"
+    doctor.formatter_class = argparse.RawDescriptionHelpFormatter
+    doctor.description = """Would this server be right, and is it guarded?
+
+  doctor                     this environment: versions, hooks, whether SGLang loads the plugin
+  doctor -- ARGUMENTS        a server that would be started here with these `sglang serve`
+                             arguments; nothing is started, no GPU is needed
+  doctor --url URL           a running server, guarded or not: its configuration, and a few
+                             greedy prompts; nothing is installed there"""
+    doctor.epilog = (
+        "exit codes: 0 nothing wrong found, 1 output would be wrong or is garbled, 2 usage,\n"
+        "3 this environment would not be guarded, or the server cannot be asked"
+    )
+    doctor.add_argument("--url", metavar="URL", help="for example http://127.0.0.1:30000")
+    doctor.add_argument("--api-key", metavar="KEY", help="the server's key, or @FILE to read it")
+    doctor.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds per request: %(default)s"
+    )
+    doctor.add_argument("--no-canaries", action="store_true", help="send no prompts")
+    doctor.add_argument("arguments", nargs="*", metavar="ARGUMENTS", help=argparse.SUPPRESS)
 
 
 def _more_on_dumps(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -111,6 +139,19 @@ def _more_on_dumps(commands: argparse._SubParsersAction[_Parser]) -> None:
     bundle = _command(commands, "bundle", "commands.bundle", "a dump made safe for a public issue")
     bundle.add_argument("dump", metavar="DUMP", help="the dump folder")
     bundle.add_argument("-o", "--out", metavar="FILE", help="default: the dump's name with .zip")
+    bundle.add_argument(
+        "--doctor", action="store_true", help="add what `doctor` says of this environment"
+    )
+
+    ci = _command(
+        commands, "ci-report", "commands.ci_report", "verdict on a suite that ran without pytest"
+    )
+    ci.add_argument("dir", metavar="DIR", help="SGLANG_DDTREE_GUARD_DUMP_DIR of the suite")
+    ci.add_argument("--junit", metavar="FILE", help="write JUnit XML")
+    ci.add_argument(
+        "--github", action="store_true", help="annotations, also where GITHUB_ACTIONS is not set"
+    )
+    ci.add_argument("--since", metavar="TIME", help="leave out what ended before (`date +%%s`)")
 
     dump = _command(commands, "dump", "commands.ask", "ask a running scheduler for a dump")
     dump.add_argument("--pid", type=int, required=True, help="its process id")

@@ -233,6 +233,11 @@ def unset() -> None:
         del os.environ[name]
 
 
+def guards_variables() -> dict[str, str]:
+    """Every variable of the guard that is set in this process."""
+    return {n: v for n, v in os.environ.items() if n == PREFIX or n.startswith(f"{PREFIX}_")}
+
+
 def export(**values: str) -> None:
     """Set environment variables of this process, for what it imports and starts from now on."""
     os.environ.update(values)

@@ -26,6 +26,7 @@ GAUGES = {
 COUNTERS = {
     "steps_checked_total": "Verify steps that were checked",
     "verify_steps_total": "Verify steps that ran",
+    "shadow_steps_total": "Verify steps of which one request's attention was computed again",
     "violations_total": "Findings, by rule and scope; latent: the kernel does not read the cell",
     "tainted_total": "Requests that reuse KV of a step that had a finding",
     "dumps_total": "Dumps written",

@@ -177,6 +177,9 @@ ADVICE: Mapping[str, Advice] = {
     "L4": _text(Cure.ROUTE),
     "X1": _text(Cure.RANKS, Cure.PLAIN),
     "X4": _text(Cure.RANKS, Cure.EAGER),
+    "D1": _text(Cure.OTHERS, Cure.CORRECTED, Cure.CHAIN),
+    "D3": _text(Cure.OTHERS, Cure.EAGER, Cure.PLAIN),
+    "D4": _text(Cure.OTHERS, Cure.CORRECTED, Cure.PLAIN),
     "DG1": Advice(Harm.GUARD, (Cure.REPORT,)),
 }
 
@@ -262,6 +265,14 @@ FAMILIES: Mapping[str, Family] = {
         "Every request of the job, and a hang may follow.",
         "Collect the dumps of all ranks in one folder: `ddtree-guard ranks DIR` names the first "
         "rank that departs and the field.",
+    ),
+    "D": Family(
+        "Sampled oracles",
+        "The request that is named, and most likely others: one request in some steps is looked "
+        "at. The rows themselves were wrong, whatever the step said about itself.",
+        "Whether the root was right (D3) tells a fault of the tree or its mask from one of the "
+        "prefix, the scale or the slots. Serve with SGLANG_DDTREE_GUARD_CAPTURE=qkv, and "
+        "`ddtree-guard recompute DUMP` computes the rows again.",
     ),
     "DG": Family(
         "The guard itself",

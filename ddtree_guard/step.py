@@ -266,7 +266,8 @@ class Attention:
 
     `q` and `output` are (bs*w, heads, dim), `k` and `v` (bs*w, kv_heads, dim); `k_prefix` and
     `v_prefix` (sum of s, kv_heads, dim) hold the committed tokens, requests end to end. bfloat16
-    is kept as float32, which holds it exactly.
+    is kept as float32, which holds it exactly. `requests` are the requests whose rows these are,
+    ascending; None means all bs.
     """
 
     q: Array = _array("*", "*", "*", kind=REAL)
@@ -275,8 +276,29 @@ class Attention:
     k_prefix: Array = _array("*", "*", "*", kind=REAL)
     v_prefix: Array = _array("*", "*", "*", kind=REAL)
     output: Array = _array("*", "*", "*", kind=REAL)
+    requests: Array = _array("*")
     scale: float | None = None
     layer: Int = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """How far one request's attention rows at one layer were from dense answers (shadow mode).
+
+    Errors are relative (`attention.shadow`): infinite where a row was NaN, negative where it was
+    not compared. `dense` by the tree's visibility, `chain` as the end of each node's ancestors,
+    `decode` the root as in plain decoding. `tolerance` is what rounding to `dtype` may cost,
+    `length` the prefix length that the device used.
+    """
+
+    dense: Array = _array("w", kind=REAL)
+    chain: Array = _array("w", kind=REAL)
+    decode: float | None = None
+    tolerance: float | None = None
+    request: Int = None
+    layer: Int = None
+    length: Int = None
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +382,7 @@ class Step:
     graph: Graph = field(default_factory=Graph)
     outcome: Outcome = field(default_factory=Outcome)
     attention: Attention = field(default_factory=Attention)
+    shadow: Shadow = field(default_factory=Shadow)
     limits: Limits = field(default_factory=Limits)
     device: Device = field(default_factory=Device)
     peers: Peers = field(default_factory=Peers)
@@ -439,8 +462,8 @@ def _shape(wanted: tuple[int | None, ...]) -> str:
 
 PARTS: Mapping[str, type] = {
     "widths": Widths, "layout": Layout, "mask": Mask, "tree": Tree, "positions": Positions,
-    "slots": Slots, "graph": Graph, "outcome": Outcome, "attention": Attention, "limits": Limits,
-    "device": Device, "peers": Peers, "who": Who, "contract": Contract,
+    "slots": Slots, "graph": Graph, "outcome": Outcome, "attention": Attention, "shadow": Shadow,
+    "limits": Limits, "device": Device, "peers": Peers, "who": Who, "contract": Contract,
 }  # fmt: skip
 
 _ARRAYS = {

@@ -12,11 +12,13 @@ from typing import Any
 from ddtree_guard.checks import ALL
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.errors import IncompatibleError, Violation
+from ddtree_guard.evidence import ARMED, IDLE, NOT_ARMED
 from ddtree_guard.hooks import boot
 from ddtree_guard.hooks.adapters import adapter_for
 from ddtree_guard.hooks.adapters.generic import LINKS
 from ddtree_guard.hooks.checker import Checker
 from ddtree_guard.hooks.configuration import read_configuration
+from ddtree_guard.hooks.evidence import Evidence, counters_of, note
 from ddtree_guard.hooks.facts import release
 from ddtree_guard.hooks.hook import Hook
 from ddtree_guard.hooks.patching import Original, Patch
@@ -24,6 +26,8 @@ from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.runtime import ServerGuard
 from ddtree_guard.hooks.selftest import self_test
 from ddtree_guard.hooks.sites import SCHEDULER, scheduler_hooks, verify_hook, worker_hook
+from ddtree_guard.hooks.statics import graph_runner
+from ddtree_guard.hooks.switches import WALK, unguardable
 from ddtree_guard.metrics import metrics_for, metrics_of_process
 from ddtree_guard.step import Step
 
@@ -57,12 +61,15 @@ def start(config: Config, scheduler: Any) -> ServerGuard | None:
         args = scheduler.server_args
         if not args.speculative_algorithm:
             log.info("ddtree_guard idle: no speculative algorithm is active")
+            note(config, rank_of(scheduler), release(), IDLE, "no speculative algorithm is active")
             return None
         rank = rank_of(scheduler)
         served = bool(getattr(args, "enable_metrics", False))
         guard = ServerGuard(
             config, rank=rank, run=f"run-{os.getppid()}", metrics=metrics_for(rank, served)
         )
+        evidence = Evidence(config, f"run-{os.getppid()}", rank, release(), counters_of(guard))
+        guard.evidence = evidence.begin()
         if str(getattr(args, "device", "")).startswith("cuda"):
             guard.checker = device_checker(guard)
         guard.install(scheduler_hooks(guard))
@@ -87,13 +94,16 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
     try:
         if guard is None:
             if scheduler.server_args.speculative_algorithm:
-                _report(config, None, "the guard could not start; see the exception above")
+                why = "the guard could not start; see the exception above"
+                note(config, rank_of(scheduler), release(), NOT_ARMED, why)
+                _report(config, None, why)
             return
         why = _arm(guard, scheduler)
         if why:
             guard.remove()
         _report(config, guard, why)
         if not why:
+            guard.shadow.start(guard.backends())
             _judge(guard)
             atexit.register(guard.journal.flush)
     except (Violation, IncompatibleError):
@@ -106,6 +116,8 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
 
 def _arm(guard: ServerGuard, scheduler: Any) -> str:
     """Why this rank is not armed; empty if it is."""
+    if why := unguardable():
+        return why
     worker = scheduler.model_worker
     guard.install([worker_hook(guard, worker), verify_hook(guard, worker)])
     observers = getattr(worker, "observers", None)
@@ -159,9 +171,27 @@ def _report(config: Config, guard: ServerGuard | None, why: str) -> None:
             log.error("%s", boot.not_guarded(report, world))
     if rank == 0 and guard is not None:
         log.warning("%s", _boot_line(guard, reports))
+    _leave_evidence(guard, mine, reports)
     refusal = boot.refuses(config, reports)
     if refusal:
         raise IncompatibleError(refusal)
+
+
+def _leave_evidence(
+    guard: ServerGuard | None, mine: boot.RankReport, reports: tuple[boot.RankReport, ...]
+) -> None:
+    """On disk: whether this rank is armed, and the word over all ranks as far as it knows."""
+    if guard is None or guard.evidence is None:
+        return
+    guard.evidence.state(
+        ARMED if mine.armed else NOT_ARMED,
+        mine.why,
+        boot=_boot_line(guard, reports),
+        rules=len(active_rules(guard)),
+        world=len(reports),
+        armed=sum(report.armed for report in reports),
+        missing=[f"rank {r.rank}: {r.why}" for r in reports if not r.armed],
+    )
 
 
 def active_rules(guard: ServerGuard) -> list[str]:
@@ -170,13 +200,16 @@ def active_rules(guard: ServerGuard) -> list[str]:
     targets = [backend for runner, backend in pairs if not runner.is_draft_worker]
     if step is None:
         return []
-    supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step)}
+    supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step), *guard.shadow.supplies}
     if step.contract.chain:  # no arrays say that row r follows row r-1
         supplied -= {"tree.parents", "tree.depths", "tree.sizes", *LINKS, "outcome.predict"}
+    if all(graph_runner(runner) is None for runner, _ in pairs if not runner.is_draft_worker):
+        supplied = {path for path in supplied if not path.startswith(("graph.", "contract."))}
+    skipped = {*step.contract.not_checked, *(WALK if guard.simulated else ())}
     return [
         rule.id
         for rule in guard.guard.rules
-        if rule.id not in step.contract.not_checked and supplied.issuperset(rule.needs)
+        if rule.id not in skipped and supplied.issuperset(rule.needs)
     ]
 
 
@@ -194,6 +227,8 @@ def _boot_line(guard: ServerGuard, reports: tuple[boot.RankReport, ...]) -> str:
         word = step.contract.algorithm.lower() if triton else step.contract.backend
         if step.contract.not_checked:
             skipped[word] = sorted(step.contract.not_checked)
+    if guard.simulated:
+        skipped["simulated"] = list(WALK)
     return boot.Boot(
         config=guard.config,
         release=release(),

@@ -12,6 +12,7 @@ import numpy as np
 
 from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.adapters import adapter_for
+from ddtree_guard.hooks.lengths import prompt_left
 from ddtree_guard.hooks.links import local_rows
 from ddtree_guard.hooks.observe import host
 from ddtree_guard.hooks.record import Record, Walk
@@ -41,6 +42,9 @@ class Checker(Protocol):
 
     def build(self, record: Record, view: View) -> None:
         """Metadata was built; attention comes next."""
+
+    def walked(self, record: Record) -> None:
+        """The acceptance is known, and the launch's inputs still hold this step."""
 
     def verify(self, record: Record) -> None:
         """The worker's step ends; `record.outcome` is there if the acceptance was seen."""
@@ -74,6 +78,8 @@ class HostChecker:
     def build(self, record: Record, view: View) -> None:
         """Take the step and judge what was built."""
         record.step = self.read(view)
+        if view.path == "graph" and len(record.reqs) == record.step.bs:
+            record.step = record.step.replace(graph__prompt_left=prompt_left(record.reqs))
         record.findings = list(self.guard.check(record.step, self._sites(record.step)).findings)
         record.checked = True
 
@@ -91,6 +97,9 @@ class HostChecker:
         new = step.widths.state not in self._states
         self._states.add(step.widths.state)
         return (Site.INIT, *BUILD_SITES) if new else BUILD_SITES
+
+    def walked(self, record: Record) -> None:
+        """Nothing to do: the step was read when it was built."""
 
     def verify(self, record: Record) -> None:
         """Judge what the acceptance made of the step."""

@@ -8,9 +8,9 @@ from ddtree_guard.attention.backend import is_corrected, tree_algorithm, tree_wi
 from ddtree_guard.errors import IncompatibleError
 from ddtree_guard.hooks.contracts import contract_elsewhere, contract_of, row_of
 from ddtree_guard.hooks.facts import BUDGET, Facts, facts_of, release
+from ddtree_guard.hooks.statics import graph_runner
 from ddtree_guard.step import Contract, Limits, Step, Who, Widths
 
-_GRAPH_RUNNERS = ("decode_cuda_graph_runner", "graph_runner")
 _GRAPH_WIDTHS = ("captured_req_width", "num_tokens_per_bs")
 
 
@@ -74,7 +74,7 @@ def _holders(runner: Any, backend: Any, facts: Facts | None, w: int) -> dict[str
     if facts is not None:
         follows = facts.follows_batch or is_corrected(backend)
         held["backend"] = w if follows else int(getattr(backend, facts.widths[0]))
-    graphs = next((g for n in _GRAPH_RUNNERS if (g := getattr(runner, n, None))), None)
+    graphs = graph_runner(runner)
     for name in _GRAPH_WIDTHS:
         value = getattr(graphs, name, None)
         if value is not None:

@@ -39,13 +39,15 @@ _MASK_RULES = ("M1", "M2", "M3", "M4", "M5", "M6", "M8", "M9", "W4")
 class Row:
     """One algorithm. `owns_buffer`: its builder passes a whole buffer, in eager steps too: the
     captured one once there is one, or one for the full context where the host does not know the
-    lengths (overlap schedule; seen on 0.5.16 with EAGLE, topk 4).
+    lengths (overlap schedule; seen on 0.5.16 with EAGLE, topk 4). `redrafts`: the worker runs the
+    drafter again after the walk, in the same step; it shares the target's input buffers.
     """
 
     algorithm: str
     chain: bool = False
     masked: bool = True
     owns_buffer: bool = False
+    redrafts: bool = False
     pad_rows: str = "none"
     not_checked: tuple[tuple[str, str], ...] = ()
 
@@ -54,9 +56,10 @@ ROWS = (
     Row("DDTREE", pad_rows="self"),
     # skips the mask by type name (dflash_utils), so a renamed backend class would change it
     Row("DFLASH", chain=True, masked=False),
-    Row("EAGLE", owns_buffer=True, not_checked=(("T5", _NO_PARENTS),)),
-    Row("EAGLE3", owns_buffer=True, not_checked=(("T5", _NO_PARENTS),)),
-    Row("STANDALONE", owns_buffer=True, not_checked=(("T5", _NO_PARENTS),)),
+    *(
+        Row(name, owns_buffer=True, redrafts=True, not_checked=(("T5", _NO_PARENTS),))
+        for name in ("EAGLE", "EAGLE3", "STANDALONE")
+    ),
     # DFLASH's verify with a confidence head; ragged batches state no width and are not checked
     Row("DSPARK", chain=True, masked=False),
     Row("NGRAM", pad_rows="self", not_checked=(("T5", _NO_PARENTS), ("T4", "pads are nodes"))),

@@ -11,7 +11,7 @@ rewrites when bs changes. SGLang has no such buffer; it pads lanes by value (len
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.device.operands import Buffers, Operands, Shape
-from ddtree_guard.step import Graph, Static
+from ddtree_guard.hooks.certificates import Certificate
 
 TREE = (
     "tokens", "parents", "depths", "sizes", "retrieve_index", "retrieve_next_token",
@@ -47,66 +47,6 @@ def buffers_of_backend(
         kv_indices=metadata.kv_indices,
         **{name: tree.get(name) for name in TREE},
     )
-
-
-def static_of(tensor: torch.Tensor, generation: int = -1) -> Static:
-    """A buffer as its birth certificate holds it. Reads no device memory."""
-    return Static(
-        pointer=tensor.data_ptr(),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-        capacity=tensor.untyped_storage().nbytes() // tensor.element_size(),
-        generation=generation,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """What one graph was captured for: its key, and each static input. Constants: generation -1."""
-
-    key: Mapping[str, Any]
-    statics: Mapping[str, Static]
-
-    @classmethod
-    def of(
-        cls, key: Mapping[str, Any], tensors: Mapping[str, Any], constant: Iterable[str] = ()
-    ) -> Certificate:
-        """Take the certificate of a capture from the tensors that it reads."""
-        fixed = set(constant)
-        statics = {
-            name: static_of(tensor, -1 if name in fixed else 0)
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
-        return cls(dict(key), statics)
-
-    def replay(
-        self,
-        key: Mapping[str, Any],
-        tensors: Mapping[str, Any],
-        written: Mapping[str, int],
-        generation: int,
-        **more: Any,
-    ) -> Graph:
-        """The Step part of a replay: this certificate beside the live batch.
-
-        `tensors` are what this step's builder wrote to, `written` the generation in which it wrote
-        each (absent: this one), `more` further fields of `step.Graph`.
-        """
-        live = {
-            name: static_of(tensor, written.get(name, generation))
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
-        return Graph(
-            born_key=self.key,
-            live_key=dict(key),
-            born=self.statics,
-            live=live,
-            generation=generation,
-            **more,
-        )
 
 
 @dataclass(slots=True)

@@ -47,6 +47,7 @@ class Launch:
     recorded: bool = False  # the graph holds the check; else it is launched before the replay
     # by path length and by how rows are counted
     outcome: dict[tuple[int, bool], tuple[Decision, Operands]] = field(default_factory=dict)
+    decisions: dict[tuple[int, bool], Decision] = field(default_factory=dict)
 
 
 class DeviceChecker:
@@ -59,12 +60,12 @@ class DeviceChecker:
         self.host = HostChecker(guard)
         self.graphs: GraphChecks | None = None
         self._launches: dict[Any, Launch] = {}
+        self._eager: dict[Any, tuple[dict[str, Any], dict[Any, Decision]]] = {}
         self._stale = False  # captures have left bits of dummy batches
         self._closed = 0  # steps closed since the last reset
         self._verdicts: dict[int, Verdict] = {}
         self._runs = 0
         self._alert = 0
-        self._last: Record | None = None  # whose launch was built last
         self._seen: dict[str, int] = {}
 
     # --- start ----------------------------------------------------------------------------------
@@ -118,20 +119,24 @@ class DeviceChecker:
         launch.table.launch()
         if not launch.recorded:
             checks.check.check(launch.verify)
-        record.ticket, self._last = launch, record
+        record.ticket = launch
         if self._samples(record, view):
             self.host.build(record, view)
             record.checked = False  # that is the device's word
 
+    def walked(self, record: Record) -> None:
+        """Queue the acceptance rules, before a draft forward reuses the input buffers."""
+        if self.graphs is not None and isinstance(record.ticket, Launch):
+            self.graphs.check.close(self._outcome(record.ticket, record.outcome))
+            self._closed += 1
+            record.ticket = (self._closed, record.ticket)
+
     def verify(self, record: Record) -> None:
-        """Queue the acceptance rules and the copy of the verdict."""
+        """Close the step where no walk did, and queue the copy of the verdict."""
+        self.walked(record)
         if self.graphs is None or record.ticket is None:
             return
-        check = self.graphs.check
-        check.close(self._outcome(record.ticket, record.outcome))
-        check.collect()
-        self._closed += 1
-        record.ticket = (self._closed, record.ticket)
+        self.graphs.check.collect()
         if record.step is not None:
             self.host.verify(record)
 
@@ -161,8 +166,8 @@ class DeviceChecker:
         report = explain(
             verdict, record.step, self.guard.check, covered, full=self.depth is Depth.FULL
         )
-        # a later step may have reused the buffers since; then only what the device saw is sure
-        own = sampled or self._last is record
+        # where the buffers were reused since, only what the device saw is sure
+        own = sampled or not record.reused
         found = {f.rule: f for f in record.findings}
         for finding in report.findings:
             if finding.rule == "DG1":
@@ -180,7 +185,7 @@ class DeviceChecker:
         kind = f"{view.state} {view.path}"
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         alert, self._alert = self._alert > 0, max(0, self._alert - 1)
-        return alert or seen <= FIRST or record.step_id % SAMPLE[self.depth] == 0
+        return record.doubt or alert or seen <= FIRST or record.step_id % SAMPLE[self.depth] == 0
 
     # --- operands -------------------------------------------------------------------------------
     def _checks(self, view: View) -> GraphChecks:
@@ -196,7 +201,15 @@ class DeviceChecker:
         algorithm = str(runner.server_args.speculative_algorithm or "")
         contract = contract_of(algorithm, facts, view.path)
         lanes = len(batch.req_pool_indices)
-        trees = _trees(lanes, w, batch, contract.chain)
+        if view.path == "graph":
+            trees = _trees(lanes, w, batch, contract.chain)
+            decisions: dict[Any, Decision] = {}
+        else:  # arrays of our own outlive the step: steps follow each other on one stream
+            if (lanes, w, contract.chain) not in self._eager:
+                fresh = _trees(lanes, w, batch, contract.chain)
+                self._eager[lanes, w, contract.chain] = (fresh, {})
+            trees, decisions = self._eager[lanes, w, contract.chain]
+            trees["tokens"] = batch.input_ids
         shape = Shape(
             lanes=lanes,
             w=w,
@@ -218,7 +231,9 @@ class DeviceChecker:
         table = check.bind_table(
             buffers, shape, runner.req_to_token_pool.req_to_token, batch.req_pool_indices
         )
-        return Launch(shape, buffers, trees, check.bind(buffers, shape), table)
+        launch = Launch(shape, buffers, trees, check.bind(buffers, shape), table)
+        launch.decisions = decisions
+        return launch
 
     def _outcome(self, launch: Launch, walk: Walk | None) -> Operands | None:
         """The acceptance in static buffers, so that its operands are bound once."""
@@ -227,14 +242,9 @@ class DeviceChecker:
         path = int(walk.index.shape[1])
         kind = (path, walk.global_rows)
         if kind not in launch.outcome:
-            lanes, w, device = launch.shape.lanes, launch.shape.w, walk.index.device
-            decision = Decision(
-                predict=torch.zeros((lanes, w), dtype=torch.int32, device=device),
-                accept=torch.full((lanes, path), -1, dtype=torch.int32, device=device),
-                lens=torch.ones(lanes, dtype=torch.int32, device=device),
-                greedy=torch.zeros(lanes, dtype=torch.int32, device=device),
-                global_rows=walk.global_rows,
-            )
+            if kind not in launch.decisions:
+                launch.decisions[kind] = _decision(launch.shape, walk)
+            decision = launch.decisions[kind]
             bound = self.graphs.check.bind_outcome(launch.buffers, launch.shape, decision)
             launch.outcome[kind] = (decision, bound)
         decision, bound = launch.outcome[kind]
@@ -244,10 +254,23 @@ class DeviceChecker:
              decision.lens[:bs]],
             [walk.predict[: bs * launch.shape.w], walk.index, walk.lens],
         )  # fmt: skip
-        if walk.greedy != launch.trees.get("greedy", False):
+        filled = launch.trees.setdefault("greedy", {})  # what the array of each kind holds
+        if walk.greedy != filled.get(kind, False):
             decision.greedy.fill_(int(walk.greedy))
-            launch.trees["greedy"] = walk.greedy
+            filled[kind] = walk.greedy
         return bound
+
+
+def _decision(shape: Shape, walk: Walk) -> Decision:
+    """Static arrays for the acceptance of one path length."""
+    lanes, device = shape.lanes, walk.index.device
+    return Decision(
+        predict=torch.zeros((lanes, shape.w), dtype=torch.int32, device=device),
+        accept=torch.full((lanes, walk.index.shape[1]), -1, dtype=torch.int32, device=device),
+        lens=torch.ones(lanes, dtype=torch.int32, device=device),
+        greedy=torch.zeros(lanes, dtype=torch.int32, device=device),
+        global_rows=walk.global_rows,
+    )
 
 
 def _key(view: View) -> tuple[int, int]:

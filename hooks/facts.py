@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,25 @@ def facts_of(backend_class: type) -> Facts:
         "that fits none of them; install a supported SGLang, or set "
         "SGLANG_DDTREE_GUARD_BACKEND=stock to leave its backend alone."
     )
+
+
+def generation_of(version: str) -> Facts | None:
+    """The row whose releases hold this version by its label, for a server that cannot be looked at.
+
+    A fork or a release that no row names gives None.
+    """
+    number = numbers(version)
+    for facts in GENERATIONS:
+        low, _, high = facts.releases.partition(" to ")
+        if number is not None and numbers(low) <= number <= numbers(high or low):  # type: ignore[operator]
+            return facts
+    return None
+
+
+def numbers(version: str) -> tuple[int, int, int] | None:
+    """(0, 5, 16) of `0.5.16`, `0.5.16.post1` or `0.5.16+cu130`; None for other strings."""
+    found = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})(?![\d])", version)
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
 
 
 def _fits(facts: Facts, backend_class: type) -> bool:

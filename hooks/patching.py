@@ -45,7 +45,9 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a patch: `applied`, `absent`, `signature-changed` or `already`."""
+    """What became of a patch: `applied`, `absent`, `signature-changed` or `already`; from `examine`
+    `matched` in the place of `applied`.
+    """
 
     patch: Patch
     status: str
@@ -54,7 +56,7 @@ class Outcome:
     @property
     def ok(self) -> bool:
         """Whether the wrapper is in place."""
-        return self.status in ("applied", "already")
+        return self.status in ("applied", "already", "matched")
 
 
 @dataclass(slots=True)
@@ -136,6 +138,16 @@ def apply(patches: Iterable[Patch]) -> PatchReport:
     return PatchReport(tuple(outcomes), places)
 
 
+def examine(patch: Patch) -> Outcome:
+    """What `apply` would find, changing nothing. Raises ImportError as the target's module does."""
+    found = _locate(patch.target)
+    if found is None:
+        return Outcome(patch, "absent")
+    raw = _read(*found)
+    problem = signature_problem(getattr(raw, "__func__", raw), patch.expects)
+    return Outcome(patch, "signature-changed" if problem else "matched", problem)
+
+
 def _apply(patch: Patch) -> tuple[Outcome, _Place | None]:
     found = _locate(patch.target)
     if found is None:
@@ -149,7 +161,7 @@ def _apply(patch: Patch) -> tuple[Outcome, _Place | None]:
         over = "" if raw is mine.ours else f"now under {_describe(raw)}"
         return Outcome(patch, "already", over), None
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-    problem = _signature_problem(function, patch.expects)
+    problem = signature_problem(function, patch.expects)
     if problem:
         return Outcome(patch, "signature-changed", problem), None
     ours = patch.wrap(Original(function))
@@ -201,7 +213,8 @@ def _read(owner: Any, key: str) -> Any:
     return inspect.getattr_static(owner, key, _MISSING)
 
 
-def _signature_problem(function: Any, expects: tuple[str, ...]) -> str:
+def signature_problem(function: Any, expects: tuple[str, ...]) -> str:
+    """How the first parameters of a function differ from those expected; empty if they do not."""
     if not expects:
         return ""
     if not callable(function):

@@ -7,12 +7,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 from ddtree_guard.attention.backend import install
 from ddtree_guard.config import PREFIX, Backend, Config, Mode, TreeConfig, setting
 from ddtree_guard.ddtree import algorithm
 from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
 from ddtree_guard.hooks.arm import GUARDS, scheduler_patch
+from ddtree_guard.hooks.evidence import note_not_active
 from ddtree_guard.hooks.facts import SUPPORTED, release
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.sites import SCHEDULER
@@ -32,12 +34,22 @@ def load() -> None:
         activate()
     except GuardError as error:
         log.error("ddtree_guard NOT ACTIVE: %s Serving continues with SGLang's own code.", error)
+        _leave_evidence(str(error))
         if setting(PREFIX).lower() == Mode.RAISE.value:
             raise SystemExit(error.exit_code) from None
-    except Exception:
+    except Exception as error:
         log.exception("ddtree_guard NOT ACTIVE: this is our bug; serving continues unchecked.")
+        _leave_evidence(f"our bug: {type(error).__name__}: {error}")
         if setting(PREFIX).lower() == Mode.RAISE.value:
             raise SystemExit(IncompatibleError.exit_code) from None
+
+
+def _leave_evidence(why: str) -> None:
+    """For those who read the folder of dumps: this process was asked to be guarded and is not."""
+    if setting(PREFIX).lower() in ("", Mode.OFF.value):
+        return
+    folder = Path(setting(f"{PREFIX}_DUMP_DIR") or Config().dump_dir)
+    note_not_active(Config(mode=Mode.LOG, dump_dir=folder), why, release())
 
 
 def activate(env: Mapping[str, str] | None = None) -> PatchReport | None:

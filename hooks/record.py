@@ -31,7 +31,11 @@ class Record:
     """What is known of a step so far. `reqs` are SGLang's own request objects.
 
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
-    those of the device when its verdict has arrived. `ticket` belongs to the checker.
+    those of the device when its verdict has arrived. `ticket` belongs to the checker, `shadow` and
+    `rows` to shadow mode.
+    `reused`: what the launch read may belong to another forward by now, and explains nothing.
+    `doubt`: the host has seen something that only the whole step can put into words. `why`: the
+    reason for which the step cannot be checked.
     """
 
     step_id: int
@@ -42,9 +46,14 @@ class Record:
     findings: list[Finding] = field(default_factory=list)
     checked: bool = False
     settled: bool = False
+    reused: bool = False
     ticket: Any = None
+    doubt: bool = False
+    why: str = ""
     kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = None
+    shadow: Any = None
+    rows: Any = None
 
     @property
     def built(self) -> bool:
@@ -54,12 +63,15 @@ class Record:
 
 @dataclass(slots=True)
 class Coverage:
-    """Counters of one process. `skipped` counts the reasons why verify steps were not checked."""
+    """Counters of one process. `skipped` counts the reasons why verify steps were not checked;
+    `settled` the steps about which everything was said.
+    """
 
     verify_steps: int = 0
     steps_checked: int = 0
     findings: int = 0
     latent: int = 0
+    settled: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
 
     @property

@@ -16,20 +16,25 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
 
-import numpy as np
-
 from ddtree_guard import render
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.errors import Violation
 from ddtree_guard.guard import Guard
+from ddtree_guard.hooks.adapters import adapter_for
+from ddtree_guard.hooks.certificates import Certificates, wrong_choice
 from ddtree_guard.hooks.checker import Checker, HostChecker
+from ddtree_guard.hooks.contracts import row_of
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
+from ddtree_guard.hooks.lengths import drifted, kv_length
+from ddtree_guard.hooks.no_shadow import shadow_for
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.record import Coverage, Record, Walk
+from ddtree_guard.hooks.statics import replayed
+from ddtree_guard.hooks.switches import simulated_walk
 from ddtree_guard.hooks.taint import Taints
 from ddtree_guard.hooks.view import View
 from ddtree_guard.metrics import Metrics
@@ -81,8 +86,11 @@ class ServerGuard:
         self.digests = digests
         self.fuses = Fuses(strict=config.mode is Mode.RAISE, told=self.metrics.fault)
         self.taints = Taints()
+        self.certificates = Certificates()
+        self.simulated = simulated_walk()
         self.coverage = Coverage()
         self.writer = DumpWriter(run, config)
+        self.evidence: Any = None  # `evidence.Evidence`: hears of every finding
         self.current: Record | None = None
         self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
@@ -90,6 +98,7 @@ class ServerGuard:
         self._steps = 0
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
+        self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
         self._depth = 0  # nested builds: a backend that calls its parent's, or wraps another
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -114,6 +123,8 @@ class ServerGuard:
             kept += self._reports.pop().restore()
         self.hooks.clear()
         self.journal.flush()
+        if self.evidence is not None:
+            self.evidence.close()
         return tuple(kept)
 
     @contextmanager
@@ -142,11 +153,18 @@ class ServerGuard:
         """(runner, backend) of every backend that is alive, oldest first."""
         return [(runner, backend) for backend, runner in self._runners.items()]
 
+    @property
+    def begun(self) -> int:
+        """Verify steps that the worker has begun; the id of the newest."""
+        return self._steps
+
     # --- one step -------------------------------------------------------------------------------
     @site("begin")
     def begin(self, batch: Any) -> None:
         """The worker takes a batch: its requests, without asking the device."""
         self.current = None
+        for _, held in self._open.values():
+            held.reused = True
         mode, reqs = batch.forward_mode, tuple(getattr(batch, "reqs", None) or ())
         if mode is None or mode.is_idle():
             return
@@ -161,18 +179,20 @@ class ServerGuard:
     def captured(self, backend: Any, batch: Any) -> None:
         """The metadata of a captured batch size exists; every replay reads this object again."""
         runner = self._target(backend)
-        if runner is None or not batch.forward_mode.is_target_verify():
+        if runner is None or not batch.forward_mode.is_target_verify() or _ragged(batch):
             return
         lanes, metadata = len(batch.req_pool_indices), backend.forward_metadata
         self._captured.setdefault(backend, {})[lanes] = metadata
+        self.certificates.take(backend, batch, runner, metadata)
         view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
+        self.shadow.prepare(view)
         self.checker.prepare(view)
 
     @site("capture", may_raise=False)
     def in_graph(self, backend: Any, batch: Any) -> None:
         """Inside the captured region: what is queued here runs in every replay."""
         runner = self._target(backend)
-        if runner is not None and batch.forward_mode.is_target_verify():
+        if runner is not None and batch.forward_mode.is_target_verify() and not _ragged(batch):
             lanes = len(batch.req_pool_indices)
             metadata = self._captured.get(backend, {}).get(lanes)
             self.checker.capture(
@@ -186,15 +206,26 @@ class ServerGuard:
 
     def _build(self, backend: Any, batch: Any, path: str) -> None:
         record, runner = self.current, self._target(backend)
-        if record is None or runner is None or not batch.forward_mode.is_target_verify():
+        if record is None:
             return
-        metadata = None
+        if runner is None or not batch.forward_mode.is_target_verify():
+            record.reused = record.built  # a drafter's forward after the walk, as EAGLE has one
+            return
+        if _ragged(batch):
+            record.why = "a ragged batch has no single width"
+            return
+        metadata = replay = None
         if path == "graph":
             metadata = self._captured.get(backend, {}).get(len(batch.req_pool_indices))
+            batch = replayed(batch, runner)
+            replay = self.certificates.replay(backend, batch, runner)
+            record.doubt = replay is not None and not replay.same
         state = f"D={runner.server_args.speculative_num_draft_tokens}"
         record.view = View(
-            backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state
-        )
+            backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state,
+            replay,
+        )  # fmt: skip
+        self.shadow.begin(record, record.view)
         self.checker.build(record, record.view)
 
     @site("build")
@@ -221,10 +252,11 @@ class ServerGuard:
     @site("verify")
     def accepted(self, batch: Any, predict: Any, lens: Any, index: Any) -> None:
         """The tree walk of the current step: device tensors, rows counted over the batch."""
-        if self.current is not None:
+        if self.current is not None and not self.simulated:
             info = getattr(batch, "sampling_info", None)
             greedy = bool(getattr(info, "is_all_greedy", False))
             self.current.outcome = Walk(lens, predict, index, greedy)
+            self.checker.walked(self.current)
 
     @site("verify")
     def walked(self, step: Any) -> None:
@@ -233,11 +265,13 @@ class ServerGuard:
             done = step.accepted
             predict = step.predict.reshape(-1)
             self.current.outcome = Walk(done.lens, predict, done.accept_index, True, False)
+            self.checker.walked(self.current)
 
     @site("verify")
     def end(self, result: Any) -> None:
         """The worker returns its result; its tokens are still on their way to the host."""
         record, self.current = self.current, None
+        self.shadow.end()
         if record is None:
             return
         self.coverage.verify_steps += 1
@@ -251,6 +285,19 @@ class ServerGuard:
         if record.outcome is not None and record.outcome.index is None and not _is_chain(record):
             record.outcome = None  # a tree whose walk was not seen
         self.checker.verify(record)
+        self._judge_choice(record)
+        record.reused |= redrafts(record)
+
+    def _judge_choice(self, record: Record) -> None:
+        """The graph that was replayed, where it is another batch size's."""
+        key = None if record.view is None else wrong_choice(record.view)
+        if record.view is None or key is None:
+            return
+        step = record.step or adapter_for(type(record.view.backend)).read_step(record.view)
+        record.step = step.replace(graph__born_key=key)
+        known = {finding.rule for finding in record.findings}
+        found = self.guard.check(record.step, (Site.REPLAY,)).findings
+        record.findings += [finding for finding in found if finding.rule not in known]
 
     def resolve(self, result: Any) -> Record | None:
         """SGLang has waited for the step's tokens and has sent none. Returns the step's record."""
@@ -267,15 +314,9 @@ class ServerGuard:
     @site("commit")
     def commit(self, record: Record, tokens: list[Any]) -> None:
         """Lengths after the step against the tokens that were kept. All numbers are on the host."""
-        before, after = record.kv_before, [kv_length(req) for req in record.reqs]
-        if record.step is None or len(tokens) != len(after) or None in (*before, *after):
+        step = drifted(record, tokens, self.rank)
+        if step is None:
             return
-        kept = np.array([len(row) for row in tokens], np.int64)
-        grown = np.array(after, np.int64) - np.array(before, np.int64)
-        settled = np.array([not _gone(req) for req in record.reqs])
-        step = record.step.replace(
-            outcome__accept_lens=kept, outcome__delta_kv=np.where(settled, grown, kept)
-        )
         found = self.guard.check(step, (Site.COMMIT,)).findings
         if found:
             late = dataclasses.replace(record, step=step)
@@ -283,7 +324,17 @@ class ServerGuard:
 
     # --- what is done about it ------------------------------------------------------------------
     def _settle(self, record: Record, tokens_left: bool | None) -> None:
-        found = self.checker.settle(record)
+        try:
+            self._settle_now(record, tokens_left)
+        finally:
+            self.coverage.settled += 1
+
+    def _settle_now(self, record: Record, tokens_left: bool | None) -> None:
+        for late, bad in self.shadow.late():
+            self._apply(late, bad, tokens_left=True)
+        known = self.shadow.compared
+        found = self.checker.settle(record) + self.shadow.settle(record)
+        self.metrics.add("shadow_steps_total", self.shadow.compared - known)
         record.settled = True
         if record.checked:
             self.coverage.steps_checked += 1
@@ -303,7 +354,7 @@ class ServerGuard:
                 self._apply(Record(step.who.step_id, (), (), step=step), found, tokens_left=None)
 
     def _skip(self, record: Record) -> None:
-        why = "the check failed" if record.built else "no hook saw its metadata"
+        why = record.why or ("the check failed" if record.built else "no hook saw its metadata")
         if not self.coverage.skipped[why]:
             log.warning("ddtree_guard step=%d was not checked: %s", record.step_id, why)
         self.coverage.skipped[why] += 1
@@ -334,11 +385,15 @@ class ServerGuard:
         self.metrics.finding(finding)
         dump = None
         if self.journal.is_new(finding.rule):
-            dump = self.writer.save([step], [(0, finding)])
+            steps = self.shadow.evidence(record, step, finding)
+            dump = self.writer.save(steps, [(0, finding)])
             self.metrics.add("dumps_total" if dump else "dumps_failed_total")
         if not finding.latent or self.journal.is_new(finding.rule):
             self.journal.write(finding, step, dump)
-        return render.block(finding, step, dump)
+        text = render.block(finding, step, dump)
+        if self.evidence is not None:
+            self.evidence.finding(finding, step, dump, text)
+        return text
 
     def _taint(self, record: Record, finding: Finding) -> None:
         if record.step is None or record.step.layout.prefix_lens is None:
@@ -372,17 +427,14 @@ def _key(hook: Hook) -> tuple[str, str]:
     return hook.site, hook.patches[0].target if hook.patches else ""
 
 
-def kv_length(req: Any) -> int | None:
-    """Committed KV length that SGLang keeps for a request, or None where it keeps none."""
-    value = getattr(req, "kv_committed_len", None)
-    if value is None:  # 0.5.18 on
-        value = getattr(getattr(req, "kv", None), "kv_committed_len", None)
-    return None if value is None else int(value)
+def _ragged(batch: Any) -> bool:
+    return getattr(batch.spec_info, "ragged_verify_layout", None) is not None
 
 
-def _gone(req: Any) -> bool:
-    """Whether SGLang settles nothing for the request any more."""
-    return bool(req.is_retracted or req.finished())
+def redrafts(record: Record) -> bool:
+    """Whether a drafter has used the step's input buffers after its walk."""
+    args = None if record.view is None else record.view.runner.server_args
+    return row_of(str(getattr(args, "speculative_algorithm", ""))).redrafts
 
 
 def _is_chain(record: Record) -> bool:

@@ -79,16 +79,69 @@ def adopt(guard: ServerGuard, backend: Any, runner: Any) -> None:
     with guard.fuses.internal("init"):
         if not runner.is_draft_worker:
             guard.install(backend_hooks(guard, type(backend)))
+            if guard.shadow.on:
+                guard.install(shadow_hooks(guard, type(backend), type(runner)))
 
 
 def backend_hooks(guard: ServerGuard, backend_class: type) -> tuple[Hook, ...]:
     """Sites of a live backend's class, on the class that SGLang (or the fork) made."""
-    owner = next(c for c in backend_class.__mro__ if not c.__module__.startswith("ddtree_guard."))
-    path = f"{owner.__module__}.{owner.__qualname__}"
+    return hooks_at(guard, _owner(backend_class))
+
+
+def hooks_at(guard: ServerGuard, path: str) -> tuple[Hook, ...]:
+    """Sites of the backend class at a dotted path."""
     return (
         Hook("build", (_eager(guard, path),)),
         Hook("replay", (_out_graph(guard, path), _replay_0512(guard, path))),
         Hook("capture", (_in_graph(guard, path), _capture_0512(guard, path)), required=False),
+    )
+
+
+def _owner(made: type) -> str:
+    """The dotted name of a class, or of its first base that is not this package's."""
+    owner = next(c for c in made.__mro__ if not c.__module__.startswith("ddtree_guard."))
+    return f"{owner.__module__}.{owner.__qualname__}"
+
+
+def shadow_hooks(guard: ServerGuard, backend_class: type, runner_class: type) -> tuple[Hook, ...]:
+    """Sites of shadow mode: a layer's attention, and the end of a forward pass."""
+
+    def attention(original: Original) -> Any:
+        @functools.wraps(original.value)
+        def forward_extend(
+            self: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kw: Any
+        ) -> Any:
+            out = original.value(self, q, k, v, layer, forward_batch, *args, **kw)
+            if forward_batch.forward_mode.is_target_verify():
+                given = {**kw, **dict(zip(("save_kv_cache", "sinks"), args, strict=False))}
+                guard.shadow.attend(self, q, k, layer, forward_batch, out, given)
+            return out
+
+        return forward_extend
+
+    def forward_pass(original: Original) -> Any:
+        @functools.wraps(original.value)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original.value(self, *args, **kwargs)
+            guard.shadow.ran(self)
+            return result
+
+        return forward
+
+    layer = "has a layer's queries and rows in hand, in eager steps and while graphs are captured"
+    after = "a replay is queued, and nothing is committed yet: the recorded layer is compared"
+    names = ("self", "q", "k", "v", "layer", "forward_batch")
+    return (
+        Hook(
+            "attend",
+            (Patch(f"{_owner(backend_class)}.forward_extend", layer, attention, names, False),),
+            required=False,
+        ),
+        Hook(
+            "ran",
+            (Patch(f"{_owner(runner_class)}.forward", after, forward_pass, ("self",), False),),
+            required=False,
+        ),
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddtree_guard.hooks.certificates import Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +15,8 @@ class View:
 
     `batch` is the forward batch as the backend saw it, padded under graphs; `rids` are the live
     requests, in order. `metadata` is what the launch reads (None: the backend's newest). `path` is
-    "eager" or "graph"; `state` names the runtime state where widths change at run time.
+    "eager" or "graph"; `state` names the runtime state where widths change at run time. `replay` is
+    the birth certificate of the graph beside this replay, where there is one.
     """
 
     backend: Any
@@ -24,6 +28,7 @@ class View:
     path: str = "eager"
     metadata: Any = None
     state: str = "default"
+    replay: Replay | None = None
 
     @property
     def bs(self) -> int:

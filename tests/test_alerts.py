@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -73,8 +74,8 @@ def test_the_guide_names_no_other_alert() -> None:
 
 def test_every_metric_that_tells_of_trouble_has_an_alert() -> None:
     used = {name for alert in GROUP["rules"] for name, _ in selectors(alert["expr"])}
-    quiet = {"sglang:ddtree_guard_rules_active", "sglang:ddtree_guard_dumps_total"}
-    assert set(exported()) - used == quiet
+    quiet = {"rules_active", "dumps_total", "shadow_steps_total"}
+    assert set(exported()) - used == {f"sglang:ddtree_guard_{name}" for name in quiet}
 
 
 def test_what_the_words_say_of_the_code() -> None:
@@ -84,6 +85,22 @@ def test_what_the_words_say_of_the_code() -> None:
     (margin,) = re.findall(r"> (\d+)\s*$", words["DDTreeGuardCoverage"]["expr"])
     assert OPEN < int(margin) < 2 * OPEN
     assert set(LABELS) == {"violations_total", "internal_faults_total"}
+
+
+def test_a_real_server_exported_all_that_the_alerts_read() -> None:
+    """Once on a GPU, both as text and as OpenMetrics: `benchmarks/served_metrics.py`."""
+    result = json.loads((ROOT / "benchmarks/results/served_metrics.json").read_text())
+    sound, incident = result["rows"]
+    assert not [name for name in sound["text"] if "violations" in name]
+    seen: set[str] = set()
+    for form in ("text", "openmetrics"):
+        for name in incident[form]:
+            metric = re.sub(r"^sglang[:_]", "sglang:", name.partition("{")[0])
+            seen.add(metric)
+            if metric in exported():
+                assert set(re.findall(r'(\w+)="', name)) == set(exported()[metric])
+    needed = {name for alert in GROUP["rules"] for name, _ in selectors(alert["expr"])}
+    assert needed - seen == {"sglang:ddtree_guard_internal_faults_total"}  # there was no fault
 
 
 @pytest.mark.sglang

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+
+from ddtree_guard.pytest_plugin import OPTIONS
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SAYS = {
@@ -17,10 +21,35 @@ SAYS = {
 
 
 NEEDS_GPU = {"garbled_poem.py"}
+# suites of tests, by what becomes of their tests under the guard on a machine without a GPU
+SUITES = {"test_fork_backend.py": {"passed": 2}, "test_server_unittest.py": {"skipped": 1}}
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS) | NEEDS_GPU
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SAYS) | NEEDS_GPU | set(SUITES)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_suite_runs_under_the_plugin(
+    name: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    installed = [point.name for point in entry_points(group="pytest11")]
+    plugin = () if "ddtree_guard" in installed else ("-p", "ddtree_guard.pytest_plugin")
+    pytester.makeini("[pytest]\n")
+    path = EXAMPLES / name
+    result = pytester.runpytest_subprocess(*plugin, "--ddtree-guard=log", str(path))
+    result.assert_outcomes(**SUITES[name])
+    assert result.ret == 0
+    assert len(path.read_text().splitlines()) <= 60
+
+
+def test_the_workflow_calls_what_exists() -> None:
+    text = (EXAMPLES / "gpu-ci.yml").read_text()
+    for words in ("--ddtree-guard=log", "--ddtree-guard-report=", "ddtree-guard ci-report guard"):
+        assert words in text
+    options = {name for name, _, _ in OPTIONS}
+    assert set(re.findall(r"--(ddtree-guard[a-z-]*)", text)) <= options
 
 
 @pytest.mark.parametrize("name", SAYS)

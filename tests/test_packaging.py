@@ -51,11 +51,15 @@ def test_the_wheel_holds_data_licence_and_entry_points(wheel: zipfile.ZipFile) -
     names = set(wheel.namelist())
     assert {"ddtree_guard/py.typed", "ddtree_guard/dump/manifest.schema.json"} <= names
     assert "ddtree_guard/report/template.html" in names
+    assert "ddtree_guard/pytest_plugin/report.schema.json" in names
+    doctor = {"known_faults.json", "doctor.schema.json"}
+    assert {f"ddtree_guard/doctor/{name}" for name in doctor} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     points = configparser.ConfigParser()
     (path,) = [name for name in names if name.endswith("entry_points.txt")]
     points.read_string(wheel.read(path).decode())
     assert dict(points["console_scripts"]) == {"ddtree-guard": "ddtree_guard.cli:main"}
+    assert dict(points["pytest11"]) == {"ddtree_guard": "ddtree_guard.pytest_plugin"}
     assert dict(points["sglang.srt.plugins"]) == {"ddtree_guard": "ddtree_guard.hooks.plugin:load"}
 
 

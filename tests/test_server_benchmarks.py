@@ -81,12 +81,27 @@ def test_cells_cover_graphs_and_overlap_for_every_algorithm() -> None:
         assert {cell.depth for cell in mine} == {"fast", "full"}
 
 
-def test_planted_cells_name_known_rules() -> None:
+def test_planted_faults_are_of_known_rules_that_the_cell_can_hold() -> None:
     from ddtree_guard.testing.faults import FAULTS
 
-    cells = _module("soak").planted_cells()
-    assert {cell.plant.partition("@")[0] for cell in cells} <= set(FAULTS)
-    assert not [c for c in cells if c.algorithm == "DFLASH" and c.plant[:2] in ("W3", "M2")]
+    soak = _module("soak")
+    for cell in soak.cells():
+        rules = soak.plants_of(cell)
+        assert bool(rules) is (cell.algorithm != "NONE")
+        assert set(rules) <= set(FAULTS)
+        assert cell.graphs or "G4" not in rules
+        assert cell.algorithm != "DFLASH" or not {"W3", "M2", "A1"} & set(rules)
+
+
+def test_the_second_release_takes_half_and_repeats_what_servers_run() -> None:
+    cells = _module("soak").cells(("0.5.17", "/site"))
+    for algorithm in ("NGRAM", "DFLASH", "EAGLE", "DDTREE"):
+        mine = [c for c in cells if c.algorithm == algorithm]
+        own = {(c.graphs, c.overlap) for c in mine if not c.site}
+        other = {(c.graphs, c.overlap) for c in mine if c.release == "0.5.17"}
+        assert (True, True) in own & other
+        assert own | other == set(itertools.product((True, False), repeat=2))
+        assert {c.graphs for c in mine if c.site} == {True, False}
 
 
 def test_model_configurations_fit_each_other(tmp_path: Path) -> None:
@@ -114,6 +129,21 @@ def test_engine_options_are_arguments_of_this_sglang(tmp_path: Path, algorithm: 
     for tool in ("off", "guard"):
         cell = serving.Cell(algorithm, tool=tool)
         assert set(serving.engine_options(cell, models)) <= known
+
+
+def test_a_planted_fault_that_was_not_found_is_missed(
+    fake_sglang: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soak = _module("soak")
+    monkeypatch.setattr(soak, "PLANT_S", 0.2)
+    monkeypatch.setattr(soak, "SETTLE_S", 0.0)
+    out = fake_sglang / "soak.json"
+    command = ["--only", "NGRAM", "--match", "eager-sync-guard", "--plant", "--seconds", "0.2"]
+    assert soak.main([*command, "--out", str(out)]) == 1  # the fake engine has no guard
+    rows = json.loads(out.with_name("soak_planted.json").read_text())["rows"]
+    assert [row["planted"]["rule"] for row in rows] == ["M2", "W3", "A1", "A4"]
+    assert not any(row["plant_verdict"]["right_step"] for row in rows)
+    assert capsys.readouterr().out.count("MISSED NGRAM-small-w16-eager-sync-guard") == 4
 
 
 def test_the_probe_is_found_as_a_plugin(tmp_path: Path) -> None:
@@ -144,6 +174,7 @@ def test_a_row_reads_the_log() -> None:
     cell = soak.Cell("NGRAM", plant="K2@40")
     start = {"release": "0.5.16", "start_s": 1.0}
     found = soak.row(cell, start, [], {}, probe, f"x\n{line}\nddtree_guard armed=1/1 mode=log\n")
+    found["planted"] = probe["planted"]
     found["plant_verdict"] = soak.judge_plant(found)
     assert found["boot"] == ["ddtree_guard armed=1/1 mode=log"]
     assert soak._hit(found)
@@ -153,15 +184,18 @@ def test_a_row_reads_the_log() -> None:
 
 def test_totals_bound_the_rate() -> None:
     soak = _module("soak")
-    row = {"planted": None, "steps_checked": 15_000, "verify_steps": 15_000, "findings": 0}
+    row = {"steps_checked": 15_000, "verify_steps": 15_000, "findings": 0}
     assert soak.totals([row, row])["rate_below"] == 1e-4
     assert soak.totals([row, {**row, "findings": 1}])["rate_below"] is None
 
 
-def test_a_soak_runs_resumes_and_compares(fake_sglang: Path, capsys: Any) -> None:
+def test_a_soak_runs_resumes_and_compares(
+    fake_sglang: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     soak = _module("soak")
     out = fake_sglang / "soak.json"
     command = ["--only", "NGRAM", "--seconds", "0.3", "--parallel", "2", "--out", str(out)]
+    monkeypatch.setattr(soak, "SETTLE_S", 0.0)
     assert soak.main([*command, "--minutes", "0.1"]) == 0  # too short for any cell
     assert json.loads(out.read_text())["rows"] == []
     assert soak.main([*command, "--minutes", "5"]) == 1  # the fake engine has no guard
@@ -183,7 +217,7 @@ def test_overhead_measures_in_turns_and_names_what_did_not_start(fake_sglang: Pa
     overhead = _module("server_overhead")
     out = fake_sglang / "overhead.json"
     overhead.main(
-        ["--w", "8", "--minutes", "0.4", "--blocks", "3", "--scale", "0.1", "--shape", "small",
+        ["--w", "8", "--seconds", "25", "--blocks", "3", "--block", "0.05", "--shape", "small",
          "--tools", "guard,kv_canary", "--out", str(out)]
     )  # fmt: skip
     result = json.loads(out.read_text())

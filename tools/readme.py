@@ -86,31 +86,74 @@ def lossless() -> str:
     return table(head, rows)
 
 
+def shadow_cost() -> str:
+    """One comparison of shadow mode, by size."""
+    found = load("shadow")
+    rows = [
+        [
+            row["w"],
+            row["s"],
+            "{median:.0f} ({min:.0f}-{max:.0f})".format(**row["gpu_us"]),
+            "{median:.0f} ({min:.0f}-{max:.0f})".format(**row["host_us"]),
+        ]
+        for row in found["cost"]
+    ]
+    head = ("w", "committed tokens", "GPU time, median (range)", "host time")
+    return f"{table(head, rows)}\n\n{found['environment']['device']}; microseconds."
+
+
+def shadow_engines() -> str:
+    """Engines with every fourth step shadowed."""
+    rows = [
+        [
+            row["algorithm"] + (", stock backend" if row["incident"] else ""),
+            "on" if row["graphs"] else "off",
+            row["planted"] or "-",
+            row["verify_steps"],
+            row["steps_shadowed"],
+            f"{row['shadow']['worst']:.2f}",
+            ", ".join(row["rules"]) or "none",
+        ]
+        for row in load("shadow")["rows"]
+    ]
+    head = (
+        "algorithm", "graphs", "planted", "verify steps", "shadowed",
+        "largest error of a right step, of what is allowed", "rules found",
+    )  # fmt: skip
+    return table(head, sorted(rows, key=str))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "device_check": device_check,
     "engines": engines,
     "lossless": lossless,
 }
+SHADOW: dict[str, Callable[[], str]] = {
+    "shadow_cost": shadow_cost,
+    "shadow_engines": shadow_engines,
+}
+PLACES = {README: TABLES, ROOT / "docs" / "shadow.md": SHADOW}
 
 
-def render(text: str) -> str:
-    """The README's text with every table made anew."""
-    for name, make in TABLES.items():
+def render(path: Path) -> str:
+    """A document's text with every table made anew."""
+    text = path.read_text()
+    for name, make in PLACES[path].items():
         place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
         if not place.search(text):
-            raise SystemExit(f"README.md has no place for the table {name}")
+            raise SystemExit(f"{path.name} has no place for the table {name}")
         made = make()
         text = place.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)
     return text
 
 
 def main() -> int:
-    """Write the README, or compare it."""
-    text = README.read_text()
-    made = render(text)
+    """Write the documents, or compare them."""
+    made = {path: render(path) for path in PLACES}
     if "--check" in sys.argv:
-        return 0 if made == text else 1
-    README.write_text(made)
+        return 0 if all(text == path.read_text() for path, text in made.items()) else 1
+    for path, text in made.items():
+        path.write_text(text)
     return 0
 
 

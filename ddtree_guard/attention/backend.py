@@ -296,7 +296,7 @@ def install(choice: Backend) -> PatchReport | None:
     """
     if choice is Backend.STOCK or (choice is Backend.AUTO and not budget_possible()):
         return None
-    return apply([_registry_patch(choice)]).require()
+    return apply([registry_patch(choice)]).require()
 
 
 def budget_possible() -> bool:
@@ -311,7 +311,8 @@ def budget_possible() -> bool:
     return hasattr(args, BUDGET) or registry.get_spec(ALGORITHM) is not None
 
 
-def _registry_patch(choice: Backend) -> Patch:
+def registry_patch(choice: Backend) -> Patch:
+    """The one patch that gives the target runner its backend."""
     return Patch(
         target=REGISTRY,
         why="gives the target runner a backend whose width is the active tree's",

@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     dump = Dump(args.dump)
     out = Path(args.out or f"{dump.path.name}.zip")
     members = build(dump)
+    if args.doctor:
+        members["doctor.txt"] = _doctor(dump)
     secrets = Secrets(dump)
     secrets.scan(members)
     _write(out, members)
@@ -86,6 +88,15 @@ def build(dump: Dump) -> dict[str, bytes]:
     members[f"dump/{MANIFEST}"] = json.dumps(manifest, indent=1).encode()
     members["README.txt"] = _readme(dump, findings).encode(errors="replace")
     return members
+
+
+def _doctor(dump: Dump) -> bytes:
+    """What the doctor says of the environment where the bundle is made."""
+    from ddtree_guard.doctor.examine import environment
+    from ddtree_guard.doctor.text import words_of
+
+    lines = [_clean(line, dump) for line in words_of(environment())]
+    return "\n".join([*lines, ""]).encode(errors="replace")
 
 
 _KINDS = ("finding", "signal", "heuristic", "crash", "manual")

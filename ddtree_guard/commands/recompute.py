@@ -71,13 +71,15 @@ def recompute(
         return None
     requests = operands(step)
     scale = step.attention.scale
-    output = step.attention.output.reshape(step.bs, step.w, *step.attention.output.shape[1:])
+    shape = (len(requests), step.w, *step.attention.output.shape[1:])
+    output = step.attention.output[: shape[0] * step.w].reshape(shape)
     right = np.stack([verify_attention(*one, scale=scale) for one in requests])
     result = Result(index, step, _distance(output, right))
     if kernel is not None:
         rows = kernel(requests, scale)
         result.kernel_error = _distance(rows.reshape(right.shape), right)
-    result.wrong = [(int(i), int(r)) for i, r in np.argwhere(~(result.error <= tolerance))]
+    whose = requests_of(step)
+    result.wrong = [(whose[i], int(r)) for i, r in np.argwhere(~(result.error <= tolerance))]
     return result
 
 
@@ -90,8 +92,14 @@ def _distance(rows: Any, right: Any) -> Any:
 
 def operands(step: Step) -> list[Operands]:
     """What the oracle needs, per request. Raises DumpError where it does not fit together."""
-    a, w, bs = step.attention, step.w, step.bs
-    parents, lens = step.tree.parents, step.layout.prefix_lens
+    a, w = step.attention, step.w
+    whose = requests_of(step)
+    bs = len(whose)
+    parents, lens = _parents(step), step.layout.prefix_lens
+    if parents is not None and parents.shape == (step.bs, w):
+        parents = parents[whose]
+    if lens is not None and lens.ndim == 1 and len(lens) >= step.bs:
+        lens = lens[whose]
     arrays = {"q": a.q, "k": a.k, "v": a.v, "k_prefix": a.k_prefix, "v_prefix": a.v_prefix,
               "output": a.output, "parents": parents, "prefix_lens": lens}  # fmt: skip
     for name, value in arrays.items():
@@ -131,6 +139,25 @@ def operands(step: Step) -> list[Operands]:
             (a.q[rows], a.k_prefix[prefix], a.v_prefix[prefix], a.k[rows], a.v[rows], tree)
         )
     return found
+
+
+def requests_of(step: Step) -> list[int]:
+    """The requests whose rows a step holds. Raises DumpError for what cannot be a list of them."""
+    held = step.attention.requests
+    if held is None:
+        return list(range(step.bs))
+    known = held.ndim == 1 and held.dtype.kind in "iu" and 0 < len(held) <= step.bs
+    whose = [int(i) for i in held] if known else []
+    if not known or whose != sorted(set(whose)) or whose[0] < 0 or whose[-1] >= step.bs:
+        raise DumpError(f"step {step.who.step_id} does not say whose attention rows it holds.")
+    return whose
+
+
+def _parents(step: Step) -> Any:
+    """The tree's parents; a chain has no array of them."""
+    if step.tree.parents is None and step.contract.chain:
+        return np.tile(np.arange(-1, step.w - 1), (step.bs, 1))
+    return step.tree.parents
 
 
 def load_kernel() -> Callable[[list[Operands], float | None], Any]:
@@ -189,17 +216,20 @@ def _text(results: list[Result], tolerance: float) -> list[str]:
     lines = []
     for result in results:
         step, total = result.step, result.error.size
-        head = f"step {step.who.step_id} (index {result.index}), {step.bs} requests, w={step.w}"
+        head = (
+            f"step {step.who.step_id} (index {result.index}), {len(result.error)} of {step.bs} "
+            f"requests, w={step.w}"
+        )
         if not result.wrong:
             lines.append(f"{head}: {total} rows as the oracle says, largest error "
                          f"{np.nanmax(result.error):.1e}")  # fmt: skip
         else:
             i, r = result.wrong[0]
-            rid = step.who.rid(i)
+            rid, error = step.who.rid(i), result.error[requests_of(step).index(i), r]
             lines.append(f"{head}: {len(result.wrong)} of {total} rows are wrong")
             lines.append(
                 f"  first: request {i}{f' (rid {rid})' if rid else ''}, row {r}: error "
-                f"{result.error[i, r]:.1e} of the largest value, allowed {tolerance:.1e}"
+                f"{error:.1e} of the largest value, allowed {tolerance:.1e}"
             )
         if result.kernel_error is not None:
             lines.append("  " + _kernel_text(result, tolerance))

@@ -137,8 +137,7 @@ def bind(
     """
     if not hasattr(kernel, "device_caches"):  # the interpreter
         return lambda: kernel[grid](*args, **meta)
-    options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
-    compiled = kernel.warmup(*args, grid=grid, **options, **meta)
+    compiled = _compiled(kernel, grid, args, warps, registers, meta)
     run = compiled.run  # loads the module; `function` is set after that
     head = (compiled.function, compiled.packed_metadata, None, None, None)
     raw = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
@@ -147,6 +146,25 @@ def bind(
     stream, (x, y) = torch._C._cuda_getCurrentRawStream, grid
     # `keep`: the addresses in `tail` are valid only while somebody holds their tensors.
     return lambda keep=args: run(x, y, 1, stream(index), *tail)
+
+
+_COMPILED: dict[Any, Any] = {}
+
+
+def _compiled(
+    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, registers: int,
+    meta: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """The compiled kernel for arguments of these types, whose values it does not depend on.
+
+    Triton's own look-up takes longer than the launch, and an eager step binds anew.
+    """
+    types = tuple(a.dtype if isinstance(a, torch.Tensor) else -(2**31) <= a < 2**31 for a in args)
+    key = (kernel, args[0].device, types, warps, registers, *meta.values())
+    if key not in _COMPILED:
+        options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
+        _COMPILED[key] = kernel.warmup(*args, grid=grid, **options, **meta)
+    return _COMPILED[key]
 
 
 def verify_operands(

@@ -24,6 +24,7 @@ MEANING: Mapping[str, str] = {
     "device": "the device checker",
     "peers": "what other ranks hold",
     "attention": "operands and rows of the verify attention",
+    "shadow": "attention rows against dense answers",
     "outcome": "what verification decided",
     "limits": "what the deployment can hold",
     "contract": "what the kernel is declared to read",
@@ -32,7 +33,8 @@ MEANING: Mapping[str, str] = {
 WHOSE = ("who.rids", "who.step_id", "who.rank", "mask.rids")  # differ between any two steps
 # Each rank holds its own share of these.
 OF_A_RANK = ("graph.born", "graph.live", "attention", "limits.vocab_per_rank",
-             "limits.vocab_per_rank_padded", "tree.columns", "device", "peers")  # fmt: skip
+             "limits.vocab_per_rank_padded", "tree.columns", "device", "peers",
+             "shadow")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,10 +256,10 @@ def fork_with_budget() -> Iterator[None]:
         yield
 
 
-def attention_layer(sizes: Sizes) -> Any:
+def attention_layer(sizes: Sizes, layer_id: int = 0) -> Any:
     """The attention layer whose rows are computed: causal, no window, no scales."""
     return SimpleNamespace(
-        layer_id=0,
+        layer_id=layer_id,
         tp_q_head_num=sizes.heads,
         tp_k_head_num=sizes.kv_heads,
         tp_v_head_num=sizes.kv_heads,

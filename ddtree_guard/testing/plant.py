@@ -18,30 +18,39 @@ from ddtree_guard.hooks.view import View
 from ddtree_guard.step import Step
 from ddtree_guard.testing.faults import FAULTS
 
-
-def _meta(name: str) -> Callable[[View], Any]:
-    return lambda view: getattr(view.metadata or view.backend.forward_metadata, name)
+Places = Callable[[View], tuple[Any, ...]]
 
 
-def _batch(name: str) -> Callable[[View], Any]:
-    return lambda view: getattr(view.batch, name)
+def _meta(name: str) -> Places:
+    return lambda view: (getattr(view.metadata or view.backend.forward_metadata, name),)
 
 
-def _spec(name: str) -> Callable[[View], Any]:
-    return lambda view: getattr(view.batch.spec_info, name)
+def _batch(name: str) -> Places:
+    return lambda view: (getattr(view.batch, name),)
+
+
+def _spec(name: str) -> Places:
+    return lambda view: (getattr(view.batch.spec_info, name),)
+
+
+def _input(name: str, source: str) -> Places:
+    """An input of the model. A planned replay copies positions and tokens once more, from the spec
+    info that they came from, so a fault goes there too.
+    """
+    return lambda view: (getattr(view.batch, name), getattr(view.batch.spec_info, source, None))
 
 
 # Where each field of a Step lives while a launch is prepared.
-LIVE: dict[str, Callable[[View], Any]] = {
+LIVE: dict[str, Places] = {
     "layout.qo_indptr": _meta("qo_indptr"),
     "layout.kv_indptr": _meta("kv_indptr"),
     "layout.mask_indptr": _meta("mask_indptr"),
     "layout.kv_indices": _meta("kv_indices"),
     "layout.prefix_lens": _batch("seq_lens"),
     "mask.cells": _meta("custom_mask"),
-    "positions.values": _batch("positions"),
+    "positions.values": _input("positions", "positions"),
     "slots.out_cache_loc": _batch("out_cache_loc"),
-    "tree.tokens": _spec("draft_token"),
+    "tree.tokens": _input("input_ids", "draft_token"),
     "tree.parents": _spec("parents"),
     "tree.depths": _spec("depths"),
     "tree.sizes": _spec("tree_sizes"),
@@ -84,12 +93,14 @@ def write(step: Step, planted: Step, view: View, rule: str) -> tuple[str, ...]:
             table = view.runner.req_to_token_pool.req_to_token
             table[rows] = torch.from_numpy(value).to(table)
         else:
-            _copy(LIVE[path](view), value)
-        if path == "tree.tokens":  # the rows that the target model is fed
-            _copy(view.batch.input_ids, value)
+            for live in LIVE[path](view):
+                _copy(live, value)
     return tuple(changed)
 
 
 def _copy(live: Any, value: Any) -> None:
-    flat = torch.from_numpy(np.ascontiguousarray(value)).reshape(-1)
+    """Overwrite the start of a tensor. One that holds live rows only takes as many."""
+    if live is None:
+        return
+    flat = torch.from_numpy(np.ascontiguousarray(value)).reshape(-1)[: live.numel()]
     live.reshape(-1)[: len(flat)].copy_(flat.to(live))

@@ -3,22 +3,27 @@
 Loaded by SGLang through an entry point of its own (group `sglang.srt.plugins`), only where a test
 or a benchmark puts one on the path; it is no part of an installed guard. It reads
 
-    DDTREE_GUARD_PROBE=FILE          where the scheduler's counters are written, twice a second
+    DDTREE_GUARD_PROBE=FILE          where the scheduler's counters are written, twice a second;
+                                     without a guard only the GPU memory that it holds
     DDTREE_GUARD_PROBE_PLANT=W3@50   the fault of W3 in the first verify step from the 50th on that
                                      can hold it: bs >= 2, on the last request
+
+Further faults: each line added to the file that is named like FILE, ending in .plant, is a rule,
+planted at once.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from ddtree_guard.config import setting
-from ddtree_guard.errors import UsageError
 from ddtree_guard.hooks import arm
+from ddtree_guard.testing.live import plant_at
 
 PERIOD_S = 0.5
 
@@ -31,17 +36,26 @@ def load() -> None:
 
 def _run() -> None:
     target = Path(setting("DDTREE_GUARD_PROBE"))
-    planted: dict[str, Any] = {}
     rule, _, step = setting("DDTREE_GUARD_PROBE_PLANT").partition("@")
+    first = [(rule, int(step or 1))] if rule else []
+    plans: list[dict[str, Any]] = []
     while True:
         time.sleep(PERIOD_S)
         if not arm.GUARDS:
+            if gpu_bytes():  # a scheduler without a guard
+                _write(target, {"gpu_bytes": gpu_bytes()})
             continue
         guard = arm.GUARDS[-1]
-        if rule and not planted:
-            planted = {"rule": rule, "from": int(step or 1), "at": None}
-            plant_at(guard, planted)
-        _write(target, {**counters(guard), "planted": planted or None})
+        for rule, step_id in [*first, *((name, 1) for name in _asked(target))][len(plans) :]:
+            plans.append({"rule": rule, "from": step_id, "at": None})
+            plant_at(guard, plans[-1])
+        _write(target, {**counters(guard), "planted": plans[0] if plans else None, "plants": plans})
+
+
+def _asked(target: Path) -> list[str]:
+    """Rules that were asked for while the server runs."""
+    path = target.with_suffix(".plant")
+    return path.read_text().split() if path.exists() else []
 
 
 def counters(guard: Any) -> dict[str, Any]:
@@ -56,8 +70,22 @@ def counters(guard: Any) -> dict[str, Any]:
         "faults": dict(guard.fuses.faults),
         "checker": guard.checker.kind,
         "hooks": {name: state.ok for (name, _), state in guard.hooks.items()},
+        "shadow": {
+            "compared": guard.shadow.compared,
+            "skipped": dict(guard.shadow.skipped),
+            "worst": getattr(guard.shadow, "worst", None),
+        },
         "pinned_bytes": pinned_bytes(guard),
+        "gpu_bytes": gpu_bytes(),
     }
+
+
+def gpu_bytes() -> int:
+    """GPU memory that this process's allocator holds, graphs included; 0 without a GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved())
 
 
 def pinned_bytes(guard: Any) -> int:
@@ -65,24 +93,6 @@ def pinned_bytes(guard: Any) -> int:
     graphs = getattr(guard.checker, "graphs", None)
     ring = [] if graphs is None else graphs.check._ring
     return sum(int(rows.numel() * rows.element_size()) for rows in ring)
-
-
-def plant_at(guard: Any, plan: dict[str, Any]) -> None:
-    """Plant the plan's fault once, just before the guard's own part of the build site."""
-    from ddtree_guard.testing.plant import plant
-
-    build = guard.checker.build
-
-    def planted(record: Any, view: Any) -> None:
-        if plan["at"] is None and record.step_id >= plan["from"] and view.bs >= 2:
-            try:
-                plan["changed"] = plant(plan["rule"], view)
-                plan["at"], plan["rid"] = record.step_id, view.rids[-1]
-            except UsageError as error:
-                plan["error"] = str(error)
-        build(record, view)
-
-    guard.checker.build = planted
 
 
 def _write(target: Path, value: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ and walks take random children: only what surrounds the model is simulated.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 import warnings
@@ -74,7 +75,10 @@ class Worker:
         self.server.build(inputs)
         if self.server.case.algorithm == "DFLASH":  # it accepts without a tree walk
             return self.server.result(*batch.walk)
-        return self.server.result(*eagle_sample(self.server.spec, batch, None))
+        walk = eagle_sample(self.server.spec, batch, None)
+        if self.server.case.algorithm == "EAGLE":
+            self.server.redraft(*walk)
+        return self.server.result(*walk)
 
 
 class MiniServer:
@@ -96,7 +100,13 @@ class MiniServer:
         self.steps = 0
         self.sent: list[list[Any]] = []  # what left, per step
         self.spec: Any = None
+        self.static: Any = None  # what the captured graph reads
+        self._states: dict[int, tuple[Any, ...]] = {}  # runtime states by width
+        self.inputs: Any = None  # the batch whose buffers the last launch read
+        self.chosen = 0  # size of the graph that is replayed, where it is not the padded one
+        self.redress: Callable[[Any], None] = lambda spec: None  # changes a step's spec info
         self.replayed: Callable[[], None] = lambda: None  # what a captured graph would run
+        self.layers = 0  # attention layers that a step really runs
 
     @property
     def graph(self) -> bool:
@@ -109,8 +119,10 @@ class MiniServer:
         self.backend = standins.build_backend(self._roomy, self._choice)
         self.runner = standins.runner_of(self.backend)
         self.model_worker = Worker(self)
+        self.guard = guard
         if guard is not None:
             sites.adopt(guard, self.backend, self.runner)
+        self.runner.graph_runner = None
         if self.graph:
             self.capture()
 
@@ -121,6 +133,7 @@ class MiniServer:
         self.static = batch = verify_batch(inputs, lanes, dummy_spec(inputs, lanes))
         batch.seq_lens.fill_(1)
         batch.req_pool_indices.zero_()
+        self.runner.graph_runner = SimpleNamespace(buffers=batch)
         with fakes.host_context(self.runner.server_args):
             self.backend.init_cuda_graph_state(lanes, lanes * self.case.w)
             if not hasattr(self.backend, "init_forward_metadata_out_graph"):
@@ -128,9 +141,11 @@ class MiniServer:
                     lanes, lanes * self.case.w, batch.req_pool_indices, batch.seq_lens, None,
                     batch.forward_mode, batch.spec_info,
                 )  # fmt: skip
+                self._attend(inputs, batch)
                 return
             self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
             self.backend.init_forward_metadata_in_graph(batch)
+            self._attend(inputs, batch)
 
     def arm(self, config: Config) -> ServerGuard | None:
         """Start the server with the guard, as `Scheduler.init_model_worker` is wrapped."""
@@ -140,6 +155,19 @@ class MiniServer:
         self.init_model_worker(guard)
         arm.finish(config, guard, self)
         return guard
+
+    def switch(self, case: VerifyCase, guard: ServerGuard | None) -> None:
+        """Another runtime state: adaptive speculation has a backend and graphs per width."""
+        self._states[self.case.w] = (self.case, self._roomy, self.backend, self.runner, self.static)
+        if case.w in self._states:
+            held = self._states[case.w]
+            self.case, self._roomy, self.backend, self.runner, self.static = held
+            return
+        self.case = case
+        self._roomy = dataclasses.replace(
+            self._roomy, budget=case.budget, draft_tokens=case.draft_tokens
+        )
+        self.init_model_worker(guard)
 
     # a step
     def step(self, overlap: bool = False) -> Any:
@@ -208,16 +236,59 @@ class MiniServer:
         lanes = self.case.padded_bs or inputs.case.bs
         batch = verify_batch(inputs, lanes)
         self.spec = batch.spec_info
+        self.redress(self.spec)
+        self.spec.positions = batch.positions[: inputs.case.bs * inputs.case.w].clone()
         with fakes.host_context(self.runner.server_args):
             if not self.graph:
+                self.inputs = batch
                 self.backend.init_forward_metadata(batch)
+                self._attend(inputs, batch)
                 return
             for name in STATIC:  # a graph reads the buffers that it was captured with
                 getattr(self.static, name).copy_(getattr(batch, name))
             self.static.spec_info, self.static.seq_lens_sum = self.spec, batch.seq_lens_sum
-            self.runner.graph_runner = SimpleNamespace(buffers=self.static)
-            standins.replay(self.backend, self.static)
+            self.inputs = self.static
+            self.runner.graph_runner.bs = self.chosen or lanes
+            view = copy.copy(self.static)  # as SGLang's replay view: its slots are the live batch's
+            view.out_cache_loc = batch.out_cache_loc[: inputs.case.bs * inputs.case.w]
+            standins.replay(self.backend, view)
+            self.plan()
             self.replayed()
+            self._replay_attention(inputs)
+
+    def _attend(self, inputs: Inputs, batch: Any) -> None:
+        """The model's attention layers, through SGLang's kernel."""
+        for layer in range(self.layers):
+            standins.launch(self.backend, inputs, batch, layer)
+
+    def _replay_attention(self, inputs: Inputs) -> None:
+        """What a replay runs: the same kernels and captured copies, and no Python of a step."""
+        shadow: Any = getattr(self.guard, "shadow", None)
+        pending = getattr(shadow, "_pending", None)
+        if not self.layers:
+            return
+        if pending is not None:  # as in a capture: no step is known
+            shadow._pending = None
+        self._attend(inputs, self.static)
+        if pending is not None:
+            shadow._pending = pending
+            shadow.ran(self.runner)
+
+    def plan(self) -> None:
+        """What a planned replay copies once more: positions and tokens, from the spec info."""
+        for name, source in (("positions", "positions"), ("input_ids", "draft_token")):
+            value = getattr(self.spec, source)
+            if value is not None:
+                getattr(self.static, name)[: len(value)].copy_(value)
+
+    def redraft(self, predict: Any, lens: Any, index: Any) -> None:
+        """EAGLE's second draft forward: it runs in the step and shares the input buffers."""
+        bs, path = index.shape
+        rows = self.inputs.input_ids.view(-1, self.case.w)
+        rows[:bs, :path] = predict[index.long().clamp(min=0)].to(rows.dtype)
+        for name in ("positions", "out_cache_loc"):
+            value = getattr(self.inputs, name)
+            value.copy_(value.flip(0))
 
     def result(self, predict: Any, lens: Any, index: Any) -> Any:
         """The worker's result: accepted tokens per request, w apart."""

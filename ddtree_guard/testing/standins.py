@@ -205,14 +205,15 @@ def finish(backend: Any, inputs: Inputs, batch: Any, path: Path) -> VerifyRun:
     return VerifyRun(output, expected, step, wrong, float(written.max(initial=0.0)))
 
 
-def launch(backend: Any, inputs: Inputs, batch: Any) -> Any:
+def launch(backend: Any, inputs: Inputs, batch: Any, layer_id: int = 0) -> Any:
     """Run SGLang's extend attention for the batch: (lanes * w, heads, head_dim)."""
     runner = runner_of(backend)
-    sizes, rows = _sizes(inputs.case, False), len(batch.req_pool_indices) * inputs.case.w
+    layer = fakes.attention_layer(_sizes(inputs.case, False), layer_id)
+    rows = len(batch.req_pool_indices) * inputs.case.w
     batch.token_to_kv_pool = runner.token_to_kv_pool  # 0.5.12 finds its pool here
     q, k, v = (_padded(x, rows) for x in (inputs.q, inputs.k, inputs.v))
     with _nan_output(backend), fakes.host_context(runner.server_args):
-        out = backend.forward_extend(q.flatten(1), k, v, fakes.attention_layer(sizes), batch)
+        out = backend.forward_extend(q.flatten(1), k, v, layer, batch)
     return out.view(rows, inputs.case.heads, inputs.case.head_dim)
 
 

@@ -20,6 +20,7 @@ from ddtree_guard.step import (
     Outcome,
     Peers,
     Positions,
+    Shadow,
     Slots,
     Static,
     Step,
@@ -124,6 +125,7 @@ def sound_step(seed: int = 0, plan: Plan | None = None, **sizes: Any) -> Step:
             supports=("custom_mask", "width_not_block"),
             needs=("custom_mask", "width_not_block"),
         ),
+        shadow=_shadow(rng, plan, tree),
         peers=Peers(
             digests=dict.fromkeys(("width", "offsets", "tree", "accepted"), ("6f", "6f")),
             keys=("eager/3", "eager/3"),
@@ -309,6 +311,25 @@ def _outcome(rng: np.random.Generator, plan: Plan, tree: Tree, depth_max: int) -
         finite=np.ones((bs, w), np.bool_),
         row_min=np.full((bs, w), -9.0),
         row_max=np.full((bs, w), 9.0),
+    )
+
+
+def _shadow(rng: np.random.Generator, plan: Plan, tree: Tree) -> Shadow:
+    """A comparison of the last request: errors as rounding gives them, padding left out."""
+    request = plan.bs - 1
+    nodes = np.arange(plan.w) < int(tree.sizes[request])
+    dense, chain = (
+        np.where(nodes, rng.uniform(0.0, 0.005, plan.w), -1.0).astype(np.float32) for _ in range(2)
+    )
+    return Shadow(
+        dense=dense,
+        chain=chain,
+        decode=0.001,
+        tolerance=2.0**-6,
+        request=request,
+        layer=3,
+        length=plan.lens[request],
+        dtype="bfloat16",
     )
 
 

@@ -69,8 +69,12 @@ def finish(step: Step, view: View) -> Step:
     """What every adapter adds: parents from links, the vocabulary, the rank, the runtime state."""
     tree = step.tree if step.contract.chain else with_parents(step.tree)
     vocab = getattr(view.runner.model_config, "vocab_size", None)
+    graph = step.graph
+    if view.replay is not None and graph.num_tokens is not None:
+        graph = view.replay.graph(graph.num_tokens)
     return step.replace(
         tree=tree,
+        graph=graph,
         limits__vocab=None if vocab is None else int(vocab),
         who__rank=view.rank,
         widths__state=view.state,

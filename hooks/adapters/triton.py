@@ -15,7 +15,8 @@ SUPPLIES = (
     "layout.mask_indptr", "layout.kv_indices", "layout.max_extend_len", "layout.rows",
     "mask.cells", "mask.present", "mask.capacity", "mask.rids", "slots.page_size",
     "slots.kernel_page_size", "slots.capacity", "layout.offset_bits", "limits.supports",
-    "graph.num_tokens",
+    "graph.num_tokens", "graph.born_key", "graph.live_key", "graph.born", "graph.live",
+    "graph.prompt_left", "contract.pad_lanes",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import pytest
 from ddtree_guard import cli
 from ddtree_guard.commands.bundle import Leak, Secrets, build
 from ddtree_guard.config import Config
+from ddtree_guard.doctor import look
 from ddtree_guard.dump.compare import MEANING, Difference, differences
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.dump.write import DumpWriter, Notes
@@ -291,6 +292,21 @@ def test_a_bundle_holds_nothing_private_and_is_still_a_dump(run: Run, tmp_path: 
 def test_a_redacted_dump_can_be_bundled(run: Run, tmp_path: Path) -> None:
     path = written(tmp_path, FAULTS["W3"](step(2), 2).step, redact=True)
     assert run("bundle", path, "-o", tmp_path / "b.zip")[0] == 0
+
+
+@pytest.mark.usefixtures("host")
+def test_a_bundle_can_hold_the_doctors_words(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = "importing SGLang: /opt/secret/lib.so is missing on build-host-17.example"
+    monkeypatch.setattr(look, "look", lambda words: {"ended": ended})
+    out = tmp_path / "issue.zip"
+    assert run("bundle", secretive(tmp_path), "-o", out, "--doctor")[0] == 0
+    with zipfile.ZipFile(out) as archive:
+        text = archive.read("doctor.txt").decode()
+    assert text.startswith("doctor: NOT GUARDED: the survey stopped at importing SGLang")
+    assert "secret" not in text
+    assert "build-host" not in text
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from ddtree_guard.device.verdict import disagreements, explain
 from ddtree_guard.guard import Guard, find_rule
-from ddtree_guard.hooks.device import Certificate, static_of
+from ddtree_guard.hooks.certificates import Certificate, static_of
 from ddtree_guard.step import Graph, Step
 from ddtree_guard.testing.graph_lab import FAULTS, Fault, error_of, long_and_short, run_fault
 from ddtree_guard.testing.steps import sound_step

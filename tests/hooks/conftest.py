@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +28,12 @@ class Store:
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self.held for key in keys)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards leave evidence and dumps in the working directory unless told otherwise."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

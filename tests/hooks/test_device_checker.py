@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,29 @@ def test_links_on_the_device_are_links_on_the_host(w: int, kind: str) -> None:
     assert np.array_equal(parents[:3].numpy(), want.parents)
     assert np.array_equal(depths[:3].numpy(), want.depths)
     assert (parents[3] == 9).all()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_adaptive_speculation_has_a_width_per_runtime_state(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    graph: bool,
+) -> None:
+    wide = _case("EAGLE", graph)
+    narrow = dataclasses.replace(wide, budget=3, draft_tokens=4)
+    server, guard = start(wide)
+    for case in (wide, narrow, wide):
+        server.switch(case, guard)
+        key = (id(server.backend), 4)
+        held = guard.checker._launches.get(key)
+        if held is not None and held.recorded:  # 0.5.12 has no place inside the graph
+            server.replayed = functools.partial(guard.checker.graphs.in_graph, key)
+        for _ in range(2):
+            server.step()
+    assert lines() == []
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (6, 6)
+    assert set(guard.checker.host._states) == {"D=6", "D=4"}
+    _plant_next(guard, monkeypatch, "W3")
+    server.step()
+    assert {(line["rule"], line["step"]) for line in lines()} == {("W3", "7")}

@@ -190,6 +190,20 @@ def test_with_overlap_each_result_meets_its_own_step(
     assert guard.coverage.ratio == 1.0
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_ragged_batch_is_not_judged_and_the_reason_is_said(
+    start: Start, graph: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, guard = start(_case("DFLASH", graph))
+    server.step()
+    server.redress = lambda spec: setattr(spec, "ragged_verify_layout", object())
+    server.step()
+    assert dict(guard.coverage.skipped) == {"a ragged batch has no single width": 1}
+    assert (guard.coverage.findings, guard.coverage.ratio) == (0, 0.5)
+    assert not guard.fuses.faults
+    assert "step=2 was not checked: a ragged batch" in caplog.text
+
+
 def test_raise_stops_before_the_tokens_leave(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server, guard = start(_case(), Mode.RAISE)
     server.step()

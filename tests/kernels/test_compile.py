@@ -14,6 +14,7 @@ SCRIPT = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from ddtree_guard.attention.shadow import prefix_kernel, shadow_kernel
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
 from ddtree_guard.device import kernel as device
 from ddtree_guard.device.protocol import HAS_BITS
@@ -45,6 +46,13 @@ build(verify_kernel._move_kernel, {"COLUMNS": 8, "TILE": 1024})
 build(parents_kernel, {"W": 16, "ROUNDS": 4, "ROWS": 16})
 build(parents_kernel, {"W": 2048, "ROUNDS": 11, "ROWS": 16})
 build(device.verify_kernel, {"HAS": EVERYTHING, **TILE}, CHECKED, num_warps=4, maxnreg=64)
+
+OTHERS |= {f"{name}_ptr": "*bf16" for name in "qokv"} | {"scale": "fp32", "errors_ptr": "*i32"}
+OTHERS |= {"slots_ptr": "*i32", "loc_ptr": "*i64", "parents_ptr": "*i32", "length_ptr": "*i64"}
+OTHERS |= {"parts_ptr": "*fp32"}
+for dim in (64, 128, 256):
+    for kernel in (prefix_kernel, shadow_kernel):
+        build(kernel, {"M": 16, "C": 32, "D": dim}, num_warps=4)
 print("compiled")
 """
 

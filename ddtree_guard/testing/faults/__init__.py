@@ -10,6 +10,7 @@ from ddtree_guard.testing.faults import (  # noqa: F401  (imported for their reg
     mask,
     positions,
     ranks,
+    shadow,
     tree,
     width,
 )

@@ -7,8 +7,9 @@ from ddtree_guard.testing.faults.registry import Planted, fault
 
 
 def last_node(step: Step, request: int) -> int:
-    """The last row of a request that holds a node."""
-    return int(step.tree.sizes[request]) - 1
+    """The last row of a request that holds a node; every row of a chain does."""
+    sizes = step.tree.sizes
+    return (step.w if sizes is None else int(sizes[request])) - 1
 
 
 def with_child(step: Step, request: int) -> tuple[Step, int]:

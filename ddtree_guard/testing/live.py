@@ -1,0 +1,88 @@
+"""Plant one fault in a running server, at the site where its rule first looks.
+
+Built offsets, mask, tree, positions and slots are changed just before the guard's part of the build
+site; the walk just before its own; a length between SGLang's commit and the comparison.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddtree_guard.guard import find_rule
+from ddtree_guard.hooks.adapters import adapter_for
+from ddtree_guard.hooks.checker import with_outcome
+from ddtree_guard.rule import Site
+from ddtree_guard.testing.faults import FAULTS
+from ddtree_guard.testing.plant import plant
+
+
+def plant_at(guard: Any, plan: dict[str, Any]) -> None:
+    """Plant the fault of `plan["rule"]` once, in the first step from `plan["from"]` on that can
+    hold it, on its last request of two or more. Fills `at`, `rid` and `changed`, or `error`.
+    """
+    site = find_rule(plan["rule"]).site
+    if site is Site.VERIFY:
+        _before(guard.checker, "walked", _walk, plan)
+    elif site is Site.COMMIT:
+        _lengths(guard, plan)
+    else:
+        _before(guard.checker, "build", _launch, plan)
+
+
+def _due(plan: dict[str, Any], record: Any, view: Any) -> bool:
+    due: bool = plan["at"] is None and record.step_id >= plan["from"] and view.bs >= 2
+    return due and (plan["rule"] not in ("G4", "G5") or view.bs < len(view.batch.req_pool_indices))
+
+
+def _before(owner: Any, name: str, change: Any, plan: dict[str, Any]) -> None:
+    method = getattr(owner, name)
+
+    def planted(record: Any, *rest: Any) -> None:
+        view = rest[0] if rest else record.view
+        if _due(plan, record, view):
+            try:
+                plan["changed"] = change(plan["rule"], record, view)
+                plan["at"], plan["rid"] = record.step_id, view.rids[-1]
+            except Exception as error:  # a fault of the plan is none of the guard's
+                plan["error"] = f"{type(error).__name__}: {error}"
+        method(record, *rest)
+
+    setattr(owner, name, planted)
+
+
+def _launch(rule: str, record: Any, view: Any) -> tuple[str, ...]:
+    return plant(rule, view)
+
+
+def _walk(rule: str, record: Any, view: Any) -> tuple[str, ...]:
+    """The accepted rows or lengths of the last request, in the tensors that SGLang goes on with."""
+    walk = record.outcome
+    step = with_outcome(adapter_for(type(view.backend)).read_step(view), walk)
+    bad = FAULTS[rule](step, step.bs - 1).step.outcome
+    if rule == "A3":
+        walk.lens[-1] = int(bad.accept_lens[-1])
+        return ("outcome.accept_lens",)
+    first = (step.bs - 1) * step.w if walk.global_rows else 0
+    for column, row in enumerate(bad.accept_index[-1].tolist()):
+        walk.index[step.bs - 1, column] = row + first if row >= 0 else -1
+    return ("outcome.accept_index",)
+
+
+def _lengths(guard: Any, plan: dict[str, Any]) -> None:
+    """The last request's committed length, put right again behind the comparison."""
+    commit = guard.commit
+
+    def drifted(record: Any, tokens: Any) -> None:
+        if not _due(plan, record, record.view):
+            commit(record, tokens)
+            return
+        req = record.reqs[-1]
+        held = req if hasattr(req, "kv_committed_len") else req.kv
+        held.kv_committed_len += 1
+        plan["at"], plan["rid"], plan["changed"] = record.step_id, record.rids[-1], ("delta_kv",)
+        try:
+            commit(record, tokens)
+        finally:
+            held.kv_committed_len -= 1
+
+    guard.commit = drifted

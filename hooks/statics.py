@@ -1,0 +1,29 @@
+"""The static input buffers of SGLang's decode graph runner: what a captured graph reads.
+
+The view that SGLang hands to the backend before a replay (`build_replay_fb_view`, 0.5.13 to
+0.5.23) holds the runner's padded buffers, except `out_cache_loc`, which is the live batch's own,
+one entry per live row. The graph reads the padded one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+RUNNERS = ("decode_cuda_graph_runner", "graph_runner")  # 0.5.13 on; 0.5.12
+
+
+def graph_runner(runner: Any) -> Any:
+    """The decode graph runner of a model runner, or None. Adaptive speculation swaps it."""
+    return next((g for name in RUNNERS if (g := getattr(runner, name, None)) is not None), None)
+
+
+def replayed(batch: Any, runner: Any) -> Any:
+    """The replay view `batch` with every input as the graph reads it. The view is not changed."""
+    buffers = getattr(graph_runner(runner), "buffers", None)
+    static, rows = getattr(buffers, "out_cache_loc", None), len(batch.input_ids)
+    if static is None or len(static) < rows:
+        return batch
+    whole = copy.copy(batch)
+    whole.out_cache_loc = static[:rows]
+    return whole

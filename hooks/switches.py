@@ -1,0 +1,28 @@
+"""Switches of SGLang under which the guard cannot judge, or not everything."""
+
+from __future__ import annotations
+
+from ddtree_guard.config import setting
+
+PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
+WALK = ("A1", "A2", "A3")
+_TRUE = ("1", "true", "yes", "y")
+
+
+def unguardable() -> str:
+    """Why no step can be judged under this environment; empty where it can."""
+    if setting(PLAN_STREAM).strip().lower() in _TRUE:
+        return (
+            f"{PLAN_STREAM} lets SGLang build a step's metadata on a stream of its own while the "
+            "tree is still being drafted, so that neither can be compared; unset it"
+        )
+    return ""
+
+
+def simulated_walk() -> bool:
+    """Whether SGLang makes acceptance up, for benchmarks: the walk then proves nothing."""
+    try:
+        return float(setting(SIMULATED) or -1) > 0
+    except ValueError:
+        return False
