@@ -3,8 +3,11 @@
 1. Tree building at the vocabulary of Qwen3: from the drafter's logits to the tree and its mask,
    against a heap on the host that gets the same candidates (copied there, as it must).
 2. With --model: tokens per second and accept length of plain decoding, DFLASH and DDTREE on the
-   tiny model. All engines are started at once and measured one after the other, so they share one
-   box and one run. OUT/ddtree_speed.json is written after every cell.
+   tiny model.
+3. With --shaped: GPU time of the target's forward in a step, on a dummy of Qwen3-8B's shape.
+
+All engines are started at once and measured one after the other, so they share one box and one run.
+OUT/ddtree_speed.json is written after every part.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import os
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from common import environment, write
 from engines import Setup, generate, run_all, save, start, text_prompts
 
 VOCAB, BLOCK = 151_936, 8
@@ -108,33 +114,137 @@ def tree_cells() -> list[dict[str, Any]]:
     return rows
 
 
+QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12_288, "vocab_size": VOCAB,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+SHAPED = tuple(
+    Setup(name, budget, max_bs=8, time=True, memory=0.9, pool=9000)
+    for name, budget in (("", 0), ("DFLASH", 0), ("DDTREE", 16), ("DDTREE", 64))
+)
+TINY = tuple(
+    Setup(name, budget)
+    for name, budget in (("", 0), ("DFLASH", 0), *(("DDTREE", b) for b in BUDGETS))
+)
+
+
+def write_shaped(folder: Path) -> Path:
+    """Configurations of a dummy target of Qwen3-8B's shape and of its drafter."""
+    layers = 36
+    target = {**QWEN3_8B, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": layers}
+    taps = {"mask_token_id": VOCAB - 1, "target_layer_ids": [1, layers // 2, layers - 2]}
+    draft = {
+        **QWEN3_8B, "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2,
+        "block_size": BLOCK, "num_target_layers": layers, "dflash_config": taps,
+    }  # fmt: skip
+    for name, config in (("target", target), ("draft", draft)):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def await_turn(folder: Path, turn: int, turns: int) -> None:
+    """Until every engine is up (or `go` says not to wait any longer) and those before are done.
+
+    Raises RuntimeError for an engine that comes too late: it would disturb the others.
+    """
+    if (folder / "go").exists():
+        raise RuntimeError("this engine came up too late to be measured")
+    (folder / f"ready.{turn}").touch()
+    changed, last = time.monotonic(), set[int]()
+    while True:
+        up = {at for at in range(turns) if (folder / f"ready.{at}").exists()}
+        over = {
+            int(path.suffix[1:]) for path in folder.glob("[df]*.*") if path.suffix[1:].isdigit()
+        }
+        if over != last:
+            changed, last = time.monotonic(), over
+        begun = (folder / "go").exists() or len(up | over) == turns
+        if not begun:
+            changed = time.monotonic()
+        dead = time.monotonic() - changed > 30  # an engine that ended without a word
+        if begun and (dead or all(at in over for at in up if at < turn)):
+            return
+        time.sleep(0.1)
+
+
 def engine_cell(setup: Setup, model: Path, folder: Path, turn: int, turns: int) -> None:
     """Start, warm up, wait for this engine's turn, measure."""
+    try:
+        if setup.time:
+            shaped_cell(setup, folder, turn, turns)
+        else:
+            tiny_cell(setup, model, folder, turn, turns)
+    except BaseException:
+        (folder / f"failed.{turn}").touch()
+        raise
+    (folder / f"done.{turn}").touch()
+
+
+def tiny_cell(setup: Setup, model: Path, folder: Path, turn: int, turns: int) -> None:
+    """Tokens per second of one tiny engine."""
     engine, prompts = start(setup, model), text_prompts(16, seed=5)
     generate(engine, prompts, 64)
-    (folder / f"ready.{turn}").touch()
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        ready = len(list(folder.glob("ready.*"))) >= turns
-        if ready and (turn == 0 or (folder / f"done.{turn - 1}").exists()):
-            break
-        time.sleep(0.2)
+    generate(engine, prompts[:1], 64)
+    await_turn(folder, turn, turns)
     rows = []
-    for bs in (1, 16):
+    for bs in (1, 4, 16):
         for repeat in range(3):
             begun = time.perf_counter()
             outs = generate(engine, prompts[:bs], 256)
             seconds = time.perf_counter() - begun
             tokens, steps = sum(len(o["ids"]) for o in outs), sum(o["steps"] for o in outs)
-            accepts = [len(o["ids"]) / o["steps"] for o in outs if o["steps"]]
             rows.append({
                 "algorithm": setup.algorithm or "plain", "budget": setup.budget, "bs": bs,
                 "repeat": repeat, "tokens_per_second": tokens / seconds,
-                "accept_length": tokens / steps if steps else 1.0, "accept_lengths": accepts,
+                "accept_length": tokens / steps if steps else 1.0,
             })  # fmt: skip
             save(folder / f"{setup.name}.json", rows)
     (folder / f"done.{turn}").touch()
     engine.shutdown()
+
+
+def shaped_cell(setup: Setup, folder: Path, turn: int, turns: int) -> None:
+    """GPU time of the target's forwards of one dummy engine, by number of requests."""
+    import random
+
+    engine = start(setup, write_shaped(folder / "shaped"), load_format="dummy")
+    rng = random.Random(turn)
+    prompts = [[rng.randrange(1000, 100_000) for _ in range(512)] for _ in range(8)]
+    generate(engine, prompts, 8)
+    generate(engine, prompts[:1], 8)
+    await_turn(folder, turn, turns)
+    live = Path(os.environ["DDTREE_LIVE"])
+    time.sleep(1.2)  # the live file is written twice a second
+    skip = len(json.loads(live.read_text())["forward_ms"])
+    rows = []
+    for bs in (1, 8):
+        begun = time.perf_counter()
+        outs = generate(engine, prompts[:bs], 48)
+        rows.append({"bs": bs, "seconds": time.perf_counter() - begun,
+                     "tokens": sum(len(o["ids"]) for o in outs),
+                     "steps": sum(o["steps"] for o in outs)})  # fmt: skip
+    time.sleep(1.2)
+    taken = json.loads(live.read_text())["forward_ms"][skip:]
+    for row in rows:
+        mine = sorted(ms for bs, ms in taken if bs == row["bs"])
+        row |= {"algorithm": setup.algorithm or "plain", "budget": setup.budget, "context": 512,
+                "forwards": len(mine), "forward_ms": summary(mine)}  # fmt: skip
+    save(folder / f"shaped-{setup.name}.json", rows)
+    (folder / f"done.{turn}").touch()
+    engine.shutdown()
+
+
+def summary(sample: list[float]) -> dict[str, float] | None:
+    """Median and the middle 80 % of a sorted sample."""
+    if not sample:
+        return None
+    last = len(sample) - 1
+    return {"median": statistics.median(sample), "p10": sample[last // 10],
+            "p90": sample[last - last // 10]}  # fmt: skip
 
 
 def main() -> None:
@@ -142,30 +252,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--shaped", action="store_true")
+    parser.add_argument("--wave", type=int, default=10, help="engines that are up at a time")
+    parser.add_argument("--names", default="")
+    parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--cell")
     args = parser.parse_args()
-    folder = args.out / "ddtree_speed"
+    folder, path = args.out / "ddtree_speed", args.out / "ddtree_speed.json"
     folder.mkdir(parents=True, exist_ok=True)
-    setups = [Setup(), Setup("DFLASH"), *(Setup("DDTREE", b) for b in BUDGETS)]
+    setups = [*(TINY if args.model else ()), *(SHAPED if args.shaped else ())]
     if args.cell:
-        setup = Setup(**json.loads(args.cell))
-        engine_cell(setup, args.model, folder, setups.index(setup), len(setups))
+        setup, names = Setup(**json.loads(args.cell)), args.names.split(",")
+        engine_cell(setup, args.model, folder, names.index(setup.name), len(names))
         return
-    result: dict[str, Any] = {"trees": tree_cells(), "engines": []}
-    save(args.out / "ddtree_speed.json", result)
-    if args.model:
-        for stale in (*folder.glob("ready.*"), *folder.glob("done.*")):
+    deadline = time.monotonic() + args.seconds
+    for at in range(0, len(setups), args.wave):
+        run_wave(setups[at : at + args.wave], args, folder, deadline - time.monotonic())
+        result: dict[str, Any] = {"environment": environment(), **collected(folder)}
+        write(path, result)
+    result["trees"] = tree_cells()
+    write(path, result)
+    print(json.dumps(result))
+
+
+def run_wave(setups: list[Setup], args: argparse.Namespace, folder: Path, left: float) -> None:
+    """Start these engines at once; they measure one after the other."""
+    if left < 40:
+        print("no time for", [setup.name for setup in setups], flush=True)
+        return
+    for word in ("ready", "done", "failed", "go"):
+        for stale in folder.glob(f"{word}*"):
             stale.unlink()
-        run_all(__file__, setups, folder, 60 * args.minutes, [str(args.out), "--model",
-                                                              str(args.model)])  # fmt: skip
-        for setup in setups:
-            if (folder / f"{setup.name}.json").exists():
-                result["engines"] += json.loads((folder / f"{setup.name}.json").read_text())
-        save(args.out / "ddtree_speed.json", result)
-        for row in result["engines"]:
-            row.pop("accept_lengths")
-            print(json.dumps(row))
+    extra = [str(args.out), *(["--model", str(args.model)] if args.model else [])]
+    extra += ["--names", ",".join(setup.name for setup in setups)]
+    go = threading.Timer(0.65 * min(left, 120), (folder / "go").touch)
+    go.daemon = True
+    go.start()
+    run_all(__file__, setups, folder, min(left, 150), extra)
+    go.cancel()
+
+
+def collected(folder: Path) -> dict[str, Any]:
+    """Rows of all engines that have any, the tiny model's and the dummy's."""
+    return {"engines": collect(folder, "", TINY), "shaped": collect(folder, "shaped-", SHAPED)}
+
+
+def collect(folder: Path, prefix: str, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:
+    """Rows of all engines that have any."""
+    found = [folder / f"{prefix}{setup.name}.json" for setup in setups]
+    return [row for path in found if path.exists() for row in json.loads(path.read_text())]
 
 
 if __name__ == "__main__":

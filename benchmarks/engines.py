@@ -6,15 +6,28 @@ the environment and because several engines may share one GPU.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+# What SGLang loads in an engine of ours. The last two do nothing unless a variable asks them to.
+PLUGINS = {
+    "ddtree_guard": "ddtree_guard.hooks.plugin:load",
+    "ddtree_live": "ddtree_guard.testing.tree_probe:load",
+    "ddtree_float32": "float32:load",
+}
 
 POEM = "The Zen of Python, by Tim Peters\n\nBeautiful is better than"
 
@@ -33,6 +46,15 @@ class Setup:
     memory: float = 0.7  # the pool is small (max_total_tokens); this leaves room for other engines
     guard: str = "off"
     overlap: bool = True
+    dtype: str = "auto"  # float32 runs SGLang's own PyTorch code in the place of fused kernels
+    chunk: int = 0  # prefill chunk; 0 is SGLang's own
+    deterministic: bool = False  # the seeds of requests count
+    depth: str = "fast"
+    plant: bool = False
+    time: bool = False  # measure the target's forwards
+    tp: int = 1
+    pool: int = 60_000  # KV slots; few of them make SGLang take requests back
+    site: str = ""  # variable that holds a folder with another SGLang
 
     @property
     def name(self) -> str:
@@ -43,21 +65,74 @@ class Setup:
         if self.budget:
             parts += [f"B{self.budget}"]
         parts += ["graphs" if self.graphs else "eager"]
-        parts += ["incident"] if self.incident else []
-        return "-".join(parts)
+        extra = {
+            "incident": self.incident, self.dtype: self.dtype != "auto",
+            "guarded": self.plain_guard,
+            f"chunk{self.chunk}": self.chunk, "deterministic": self.deterministic,
+            "timed": self.time, "planted": self.plant, f"tp{self.tp}": self.tp > 1,
+            f"pool{self.pool}": self.pool != 60_000, self.site.lower(): self.site,
+            "sync": not self.overlap,
+        }  # fmt: skip
+        return "-".join([*parts, *(word for word, on in extra.items() if on)])
+
+    @property
+    def plain_guard(self) -> bool:
+        """Whether the guard runs and nothing is planted or broken on purpose."""
+        return self.guard != "off" and not self.incident and not self.plant
 
     def environment(self) -> dict[str, str]:
         """Variables that the engine's processes read."""
-        return {
+        values = {
             "SGLANG_DDTREE_INCIDENT": "on" if self.incident else "off",
             "SGLANG_DDTREE_GUARD_BACKEND": "auto" if self.incident else self.backend,
             "SGLANG_DDTREE_GUARD": self.guard,
+            "SGLANG_DDTREE_GUARD_DEPTH": self.depth,
+            "DDTREE_LIVE_PLANT": "on" if self.plant else "",
+            "DDTREE_LIVE_TIME": "on" if self.time else "",
         }
+        if self.dtype == "float32":
+            # three TF32 products make one of nearly float32; a single one would round to 10 bits
+            values |= {"DDTREE_FLOAT32": "on", "TRITON_F32_DEFAULT": "tf32x3"}
+        return values
 
 
-def start(setup: Setup, model: Path) -> Any:
+def paths() -> list[str]:
+    """Where an engine finds this project, these scripts and the plugins' metadata."""
+    here = Path(__file__).resolve().parent
+    return [str(here.parent), str(here), str(write_plugins())]
+
+
+def unused_models() -> str:
+    """SGLang's model files but those of the tiny model: an engine imports hundreds otherwise."""
+    spec = find_spec("sglang")
+    roots = [] if spec is None else spec.submodule_search_locations or []
+    kept = {"qwen2", "qwen3", "dflash", "utils", "registry", "__init__"}
+    names = {path.stem for root in roots for path in Path(root).glob("srt/models/*.py")}
+    return ",".join(sorted(names - kept))
+
+
+def write_plugins() -> Path:
+    """A folder of metadata that lets SGLang find the plugins, those that are not installed."""
+    group = "sglang.srt.plugins"
+    installed = {entry.name for entry in entry_points(group=group)}
+    lines = [f"{name} = {target}" for name, target in PLUGINS.items() if name not in installed]
+    site = Path(tempfile.mkdtemp(prefix="ddtree-plugins-"))
+    info = site / "ddtree_benchmarks-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ddtree-benchmarks\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    return site
+
+
+def start(setup: Setup, model: Path, **more: Any) -> Any:
     """Start the engine in this process. Token ids in, token ids out."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the script that started this process
     os.environ.update(setup.environment())
+    found = paths()
+    sys.path[:0] = found
+    os.environ["PYTHONPATH"] = os.pathsep.join([*found, os.environ.get("PYTHONPATH", "")])
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", unused_models())
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
     import sglang
 
     options: dict[str, Any] = {
@@ -67,12 +142,18 @@ def start(setup: Setup, model: Path) -> Any:
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "mem_fraction_static": setup.memory,
-        "max_total_tokens": 60_000,
+        "max_total_tokens": setup.pool,
         "max_running_requests": setup.max_bs,
         "disable_cuda_graph": not setup.graphs,
         "disable_overlap_schedule": not setup.overlap,
+        "enable_deterministic_inference": setup.deterministic,
+        "dtype": setup.dtype,
+        "tp_size": setup.tp,
+        "sleep_on_idle": True,  # engines that wait leave the processors to the one that works
         "log_level": "warning",
     }
+    if setup.chunk:
+        options["chunked_prefill_size"] = setup.chunk
     if setup.graphs:
         # few sizes, so that most batches are padded
         sizes = [bs for bs in (1, 4, 16, 64) if bs < setup.max_bs]
@@ -86,7 +167,7 @@ def start(setup: Setup, model: Path) -> Any:
         }
     if setup.budget:
         options["speculative_ddtree_budget"] = setup.budget
-    return sglang.Engine(**options)
+    return sglang.Engine(**{**options, **more})
 
 
 def generate(
@@ -126,15 +207,25 @@ def run_all(
     for setup in setups:
         log = (folder / f"{setup.name}.log").open("w")
         command = [sys.executable, script, "--cell", json.dumps(asdict(setup)), *extra]
-        running.append((setup, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)))
+        env = {**os.environ}
+        if setup.guard != "off" or setup.time:
+            env["DDTREE_LIVE"] = str(folder / f"{setup.name}.live.json")
+        env["SGLANG_DDTREE_GUARD_DUMP_DIR"] = str(folder / "dumps" / setup.name)
+        if setup.site:
+            env["PYTHONPATH"] = os.pathsep.join([env[setup.site], env.get("PYTHONPATH", "")])
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+        running.append((setup, process))
     deadline = time.monotonic() + seconds
     failed = []
     for setup, process in running:
         try:
             code = process.wait(max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.terminate()
             code = -1
+        with contextlib.suppress(ProcessLookupError):  # its schedulers outlive a killed engine
+            os.killpg(process.pid, signal.SIGKILL)
         if code:
             failed.append(setup.name)
             print(f"{setup.name} failed ({code}):", tail(folder / f"{setup.name}.log"), flush=True)

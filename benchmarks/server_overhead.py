@@ -5,7 +5,7 @@
 All engines are resident and started together. Each round runs the same block on every engine of a
 width, in another order each time, and the ratio to the engine without any tool is taken within the
 round: drift hits both sides. Blocks are as long as the unguarded engine needs for `--block`
-seconds. SGLang's own tools run at the first width only, in every fourth round. The result file is
+seconds. SGLang's own tools run at the first width only, in every sixth round. The result file is
 rewritten after every round; rows of other widths stay.
 """
 
@@ -26,7 +26,7 @@ from serving import ROOT, Cell, Child
 TOOLS = ("guard", "kv_canary", "async_assert")
 CONCURRENCY = (1, 8, 32)
 LENGTH = 64  # tokens per request
-SELDOM = 4  # every n-th round has SGLang's own tools in it
+SELDOM = 6  # every n-th round has SGLang's own tools in it
 Children = dict[tuple[str, int], Child]  # by tool and width
 
 

@@ -11,6 +11,7 @@ import os
 from typing import Any, Protocol
 
 from ddtree_guard.config import Config
+from ddtree_guard.hooks.certificates import Certificates
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook
 from ddtree_guard.hooks.patching import Original, Patch
@@ -35,13 +36,13 @@ class Listener(Protocol):
         """There will be no more."""
 
 
-class _NoCertificates:
+class _NoCertificates(Certificates):
     """A test that builds graph metadata by hand captures no graph whose inputs could move."""
 
-    def take(self, *_: Any) -> None:
+    def take(self, *_: Any, **__: Any) -> None:
         """Nothing was captured."""
 
-    def replay(self, *_: Any) -> None:
+    def replay(self, *_: Any, **__: Any) -> None:
         """Nothing is replayed."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ddtree_guard.attention.backend import graph_mask, is_corrected, tree_width
 from ddtree_guard.hooks.contracts import contract_of
-from ddtree_guard.hooks.facts import BUDGET, Facts, facts_of, release, stated_width
+from ddtree_guard.hooks.facts import BUDGET, VARIES, Facts, facts_of, release, stated_width
 from ddtree_guard.step import (
     Contract,
     Graph,
@@ -119,6 +119,8 @@ def _widths(backend: Any, facts: Facts, args: Any, w: int, draft: Any) -> Widths
     """The copies of the width. A backend that follows the batch has no copy that can be stale."""
     held = w if _follows(backend, facts) else int(getattr(backend, facts.widths[0]))
     budget = getattr(args, BUDGET, None)
+    if budget and getattr(args, VARIES, False) and _follows(backend, facts):
+        budget = min(budget, w - 1)  # a step may ask for less, and this backend follows it
     block = getattr(args, "speculative_dflash_block_size", None)
     return Widths(
         w=w,

@@ -15,6 +15,11 @@ def test_tables_are_current() -> None:
     assert done.returncode == 0, "run: python tools/readme.py"
 
 
+def test_the_picture_is_drawn_from_the_text() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "tools/poem.py"), "--check"], check=False)
+    assert done.returncode == 0, "run: python tools/poem.py"
+
+
 def test_every_relative_link_exists() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
     assert links

@@ -68,21 +68,140 @@ def engines() -> str:
     return table(head, sorted(rows, key=str))
 
 
+def spans(numbers: Iterable[int]) -> str:
+    """Whole numbers with runs written as `1-32`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{low}-{high}" if high > low else str(low) for low, high in runs)
+
+
 def lossless() -> str:
-    """DDTREE against plain decoding, and the incident."""
+    """DDTREE against plain decoding by precision, block and mode; then the incident by budget."""
+    rows, groups = load("losslessness")["rows"], dict[tuple[Any, ...], list[Any]]()
+    for row in rows:
+        kind = "DFLASH" if row["algorithm"] == "DFLASH" else "DDTREE"
+        kind += ", stock backend" if row["incident"] else ""
+        kind += f", SGLang {row['release']}" if row["release"] != "0.5.16" else ""
+        key = (row["incident"], row["dtype"], kind, row["block"], row["graphs"])
+        groups.setdefault((*key, row["budget"] if row["incident"] else 0), []).append(row)
+    lines = [
+        [
+            key[2],
+            key[1],
+            key[3],
+            "on" if key[4] else "off",
+            spans(row["budget"] for row in group) if group[0]["budget"] else "-",
+            f"{sum(row['compared'] for row in group):,}",
+            sum(row["sequences_differing"] for row in group),
+            sum(row["differing"] for row in group),
+            f"{max(row['max_logit_gap_of_differing'] or 0 for row in group):.3f}",
+        ]
+        for key, group in sorted(groups.items(), key=lambda item: (item[0][0], *map(str, item[0])))
+    ]
+    head = (
+        "algorithm",
+        "precision",
+        "block",
+        "graphs",
+        "budgets",
+        "tokens compared",
+        "texts that differ",
+        "beyond ties",
+        "largest logit gap",
+    )
+    return table(head, lines)
+
+
+def acceptance() -> str:
+    """Mean accept length, and the gain on DFLASH over the same prompts."""
     rows = [
         [
-            row["algorithm"] + (", stock backend" if row["incident"] else ""),
+            row["algorithm"],
             row["block"],
             row["budget"] or "-",
-            "on" if row["graphs"] else "off",
-            f"{row['differing']} of {row['bs']}",
-            f"{row['accept_length']:.2f}",
+            row["steps"],
+            "{:.2f} ({:.2f}-{:.2f})".format(row["mean"], *row["interval"]),
+            "{:+.2f} to {:+.2f}".format(*row["gain_on_dflash"]),
         ]
-        for row in load("losslessness")["rows"]
-        if row["bs"] == 16 and row["algorithm"] != "plain"
+        for row in load("losslessness")["acceptance"]
+        if row["block"] == 8 and row["budget"] in (0, 7, 16, 32, 64)
     ]
-    head = ("algorithm", "block", "budget", "graphs", "texts that differ beyond ties", "accepted")
+    head = ("algorithm", "block", "budget", "steps", "accepted (95 %)", "gain on DFLASH (95 %)")
+    return table(head, sorted(rows, key=lambda row: (row[0] == "DDTREE", row[2] == "-", row[2])))
+
+
+def watch() -> str:
+    """The guard on live DDTREE workers: sound ones, planted ones, and the incident."""
+    found, rows = load("losslessness"), []
+    for graphs in (False, True):
+        sound = [row for row in found["guarded"] if row["graphs"] is graphs]
+        checked, steps = (sum(row[n] for row in sound) for n in ("steps_checked", "verify_steps"))
+        budgets = spans(row["budget"] for row in sound) if graphs else "1-32, 48, 64, 128, 256"
+        named = f"{sum(row['findings'] for row in sound)} findings"
+        rows.append(["sound", budgets, "on" if graphs else "off", f"{checked} of {steps}", named])
+    for row in load("ddtree_watch")["rows"]:
+        real = [p for p in row["planted"].values() if not {"not_checked", "error"} & set(p)]
+        good = sum(p["found"] and p["tokens_left"] is False for p in real)
+        mode, steps = "on" if row["graphs"] else "off", row["verify_steps"]
+        checked = f"{row['steps_checked']} of {steps}"
+        rows.append(["planted", row["budget"], mode, checked, f"{good} of {len(real)} faults"])
+    for row in found["incidents"]:
+        first, mode = row["first_step"], "on" if row["graphs"] else "off"
+        named = "nothing, rightly"
+        if first is not None:
+            named = f"{first['rule']} at step {first['step']}, tokens left: {first['tokens_left']}"
+        rows.append(["incident", row["budget"], mode, "-", named])
+    return table(("DDTREE engine", "budgets", "graphs", "steps checked", "named"), rows)
+
+
+def speed() -> str:
+    """Tokens per second on the tiny model, by requests at once."""
+    import statistics
+
+    found: dict[tuple[str, int], dict[int, list[float]]] = {}
+    for row in load("ddtree_speed")["engines"]:
+        cell = found.setdefault((row["algorithm"], row["budget"]), {})
+        cell.setdefault(row["bs"], []).append(row["tokens_per_second"])
+    sizes = sorted({bs for cell in found.values() for bs in cell})
+    rows = [
+        [name, budget or "-", *(f"{statistics.median(cell[bs]):,.0f}" for bs in sizes)]
+        for (name, budget), cell in found.items()
+    ]
+    return table(("algorithm", "budget", *(f"{bs} requests" for bs in sizes)), rows)
+
+
+def shaped() -> str:
+    """GPU time of the target's forward on a dummy of Qwen3-8B's shape."""
+    rows = [
+        [
+            row["algorithm"],
+            row["budget"] or "-",
+            row["bs"],
+            "{median:.2f} ({p10:.2f}-{p90:.2f})".format(**row["forward_ms"]),
+        ]
+        for row in load("ddtree_speed")["shaped"]
+        if row["forward_ms"]
+    ]
+    return table(("algorithm", "budget", "requests", "forward, ms (middle 80 %)"), rows)
+
+
+def trees() -> str:
+    """Building trees on the device against a heap on the host."""
+    rows = [
+        [
+            row["budget"],
+            row["bs"],
+            f"{row['search']['median_us']:.0f}",
+            f"{row['host_heap']['median_us']:.0f}",
+            f"{row['speedup']:.0f}",
+        ]
+        for row in load("ddtree_speed")["trees"]
+    ]
+    head = ("budget", "requests", "device search, us", "host heap, us", "ratio")
     return table(head, rows)
 
 
@@ -127,6 +246,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "device_check": device_check,
     "engines": engines,
     "lossless": lossless,
+    "acceptance": acceptance,
+    "watch": watch,
+    "trees": trees,
 }
 SHADOW: dict[str, Callable[[], str]] = {
     "shadow_cost": shadow_cost,

@@ -136,7 +136,8 @@ def _spec_class(info: Any, registry: Any) -> type:
         def get_num_tokens_per_req_for_target_verify(
             self, num_draft_tokens: int, is_draft_worker: bool
         ) -> int:
-            return num_draft_tokens if is_draft_worker else active_width(num_draft_tokens)
+            width = draft_width if is_draft_worker else active_width
+            return width(num_draft_tokens)
 
         def get_num_tokens_per_bs_for_target_verify(
             self, num_draft_tokens: int, is_draft_worker: bool
@@ -144,6 +145,14 @@ def _spec_class(info: Any, registry: Any) -> type:
             return self.get_num_tokens_per_req_for_target_verify(num_draft_tokens, is_draft_worker)
 
     return DDTreeAlgorithm
+
+
+def draft_width(default: int) -> int:
+    """Rows per request on the draft of this process's server: its block. 0.5.17 hands in the
+    target's D, because it reads D from the process and not from the draft worker's arguments.
+    """
+    args = importlib.import_module("sglang.srt.runtime_context").get_server_args()
+    return int(getattr(args, "speculative_dflash_block_size", None) or default)
 
 
 def active_width(default: int) -> int:
@@ -166,15 +175,26 @@ def resolve_arguments(server_args: Any, dflash: Any) -> None:
     dflash.handle_server_args(server_args)
     block = int(server_args.speculative_num_draft_tokens)
     check_budget(budget, block)
-    if TreeConfig.from_env().incident and budget + 1 < block:
-        raise IncompatibleError(
-            f"the incident switch needs a tree wider than the draft block, found {budget + 1} rows "
-            f"and a block of {block}: the stock kernel would write out of bounds; raise {FLAG}."
-        )
+    if TreeConfig.from_env().incident:
+        check_incident(budget + 1, block)
     server_args.speculative_dflash_block_size = block
     server_args.speculative_num_draft_tokens = max(budget + 1, block)
     setattr(server_args, BUDGET, budget)
     setattr(server_args, VARIES, True)  # requests may ask for less: see limits.REQUEST_KEY
+
+
+def check_incident(width: int, block: int) -> None:
+    """Raise IncompatibleError where the incident switch would do nothing, or harm."""
+    if release().startswith(TESTED[1:]):
+        raise IncompatibleError(
+            f"SGLANG_DDTREE_INCIDENT=on reproduces a fault of SGLang {TESTED[0]}, found "
+            f"{release()}, whose backend takes the width from the batch; unset it."
+        )
+    if width < block:
+        raise IncompatibleError(
+            f"the incident switch needs a tree wider than the draft block, found {width} rows "
+            f"and a block of {block}: the stock kernel would write out of bounds; raise {FLAG}."
+        )
 
 
 def _requested_budget(server_args: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ddtree_guard.ddtree.tree import BUDGET_MAX, DEPTH_MAX
@@ -84,6 +85,51 @@ def check_model(runner: Any, recurrent: bool) -> None:
             f"DDTREE moves accepted keys and values between slots and knows no way to do so in "
             f"{type(pool).__name__}; use --kv-cache-dtype auto and an MHA or GQA model."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Bytes that one verify step allocates beside what the model itself needs."""
+
+    logits: int
+    mask: int
+    hidden: int
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return self.logits + self.mask + self.hidden
+
+
+def step_bytes(bs: int, w: int, tokens: int, vocab: int, hidden: int, item: int) -> StepBytes:
+    """What a step of `bs` requests x `w` rows needs, with `tokens` committed tokens in all.
+
+    Logits are held in the model's type (`item` bytes) and in float32. `hidden` is the width of the
+    hidden states that the drafter is given.
+    """
+    rows = bs * w
+    return StepBytes(
+        logits=rows * vocab * (item + 4), mask=w * (tokens + rows), hidden=rows * hidden * item
+    )
+
+
+def check_step(need: StepBytes, free: int | None, bs: int, w: int) -> None:
+    """Raise IncompatibleError where the largest step cannot fit into `free` bytes (None: unknown).
+
+    Without it a wide budget starts, serves a few requests, and dies of memory under load.
+    """
+    if free is None or need.total <= free:
+        return
+
+    def gib(size: int) -> str:
+        return f"{size / 2**30:.2f} GiB"
+
+    raise IncompatibleError(
+        f"DDTREE needs {gib(need.total)} of free device memory for a verify step of {bs} requests "
+        f"x {w} rows (logits {gib(need.logits)}, mask {gib(need.mask)}, hidden states "
+        f"{gib(need.hidden)}), found {gib(free)}; lower --speculative-ddtree-budget, "
+        "--max-running-requests or --mem-fraction-static."
+    )
 
 
 def can_move(pool: Any) -> bool:

@@ -9,11 +9,13 @@ and whether the draft tree happens to contain it only decides how far one step r
 The path has n rows, the root included. Committed are n tokens: those of the path behind the root,
 and the bonus token predicted in its last row. Their keys and values, n rows' worth, move to the
 first n of the request's slots.
+
+A stop token inside the path changes nothing here: SGLang's scheduler looks for one among all
+committed tokens, ends the request there, and frees its slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,13 +84,3 @@ def moves(accept_index: Any, lens: Any, slots: Any) -> list[list[tuple[int, int]
         ]
         for i in range(len(lens))
     ]
-
-
-def cut_at_stop(committed: Any, lens: Any, stop_ids: Collection[int]) -> Any:
-    """Tokens per request that lie behind the first stop token: the scheduler drops these."""
-    cut = np.zeros(len(lens), np.int64)
-    for i, n in enumerate(lens):
-        at = np.flatnonzero(np.isin(committed[i, :n], list(stop_ids)))
-        if at.size:
-            cut[i] = n - 1 - at[0]
-    return cut

@@ -32,11 +32,17 @@ from sglang.srt.speculative import dflash_utils, dflash_worker_v2
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from ddtree_guard.attention.backend import graph_mask, is_corrected
+from ddtree_guard.attention.backend import free_bytes, graph_mask, is_corrected
 from ddtree_guard.config import TreeConfig
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
 from ddtree_guard.ddtree.choose import choose
-from ddtree_guard.ddtree.limits import REQUEST_KEY, check_arguments, check_model
+from ddtree_guard.ddtree.limits import (
+    REQUEST_KEY,
+    check_arguments,
+    check_model,
+    check_step,
+    step_bytes,
+)
 from ddtree_guard.ddtree.propose import Proposer
 from ddtree_guard.ddtree.tree import TOP_K_MAX, Trees, default_top_k
 from ddtree_guard.ddtree.verify import Accepted
@@ -71,9 +77,26 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
+        for name in ("num_draft_tokens", "speculative_num_draft_tokens"):
+            if getattr(self.draft_model_runner.attn_backend, name, None):  # 0.5.17 gives it D
+                setattr(self.draft_model_runner.attn_backend, name, self.block_size)
         runner = self.model_runner
         check_model(runner, mambaish_config(runner.model_config) is not None)
         self._widest_row = int(runner.token_to_kv_pool.data_strides.max())
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Refuse a budget whose largest step cannot fit beside the KV pool."""
+        runner, config = self.model_runner, self.model_runner.model_config
+        requests, w = int(runner.req_to_token_pool.size), self.budget + 1
+        tokens = min(int(runner.max_total_num_tokens), requests * int(config.context_len))
+        inner = getattr(runner.model, "model", None)
+        taps = len(getattr(inner, "layers_to_capture", ())) or 1
+        need = step_bytes(
+            requests, w, tokens, int(config.vocab_size), taps * int(config.hidden_size),
+            runner.dtype.itemsize,
+        )  # fmt: skip
+        check_step(need, free_bytes(self.device), requests, w)
 
     def _make_proposer(self) -> Proposer:
         head = getattr(self.model_runner.model, "lm_head", None)

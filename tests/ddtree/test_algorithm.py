@@ -151,9 +151,19 @@ def test_incident_is_refused_where_the_kernel_would_write_out_of_bounds(
     resolve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_DDTREE_INCIDENT", "on")
+    monkeypatch.setattr(algorithm, "release", lambda: "0.5.16")
     assert resolve(speculative_ddtree_budget=7).speculative_num_draft_tokens == 8
     with pytest.raises(IncompatibleError, match="out of bounds"):
         resolve(speculative_ddtree_budget=6)
+
+
+def test_incident_is_refused_where_the_release_has_no_such_fault(
+    resolve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DDTREE_INCIDENT", "on")
+    monkeypatch.setattr(algorithm, "release", lambda: "0.5.17")
+    with pytest.raises(IncompatibleError, match=r"0\.5\.16, found 0\.5\.17"):
+        resolve(speculative_ddtree_budget=16)
 
 
 def test_algorithm_is_of_the_dflash_family_and_wider_on_the_target(
@@ -167,7 +177,8 @@ def test_algorithm_is_of_the_dflash_family_and_wider_on_the_target(
     assert not spec.carries_draft_hidden_states()
     args = resolve(speculative_ddtree_budget=3)
     monkeypatch.setattr(sglang("runtime_context"), "get_server_args", lambda: args)
-    assert spec.get_num_tokens_per_req_for_target_verify(8, is_draft_worker=True) == 8
+    for given in (8, 17):  # 0.5.17 gives the draft the target's number
+        assert spec.get_num_tokens_per_req_for_target_verify(given, is_draft_worker=True) == 8
     assert spec.get_num_tokens_per_req_for_target_verify(8, is_draft_worker=False) == 4
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ddtree_guard.ddtree.tree import search
-from ddtree_guard.ddtree.verify import cut_at_stop, moves, walk
+from ddtree_guard.ddtree.verify import moves, walk
 
 VOCAB = 4
 
@@ -75,11 +75,6 @@ def test_moves_bring_each_accepted_row_to_its_place(seed: int) -> None:
         for i, n in enumerate(result.lens):
             wanted = result.accept_index[i, :n] + i * trees.width
             assert (pool[slots[i, :n]] == wanted).all()
-
-
-def test_tokens_behind_the_first_stop_are_counted() -> None:
-    committed = np.array([[5, 2, 7, 2, 0], [2, 9, 9, 0, 0], [1, 1, 1, 0, 0]])
-    assert cut_at_stop(committed, np.array([4, 3, 3]), {2, 7}).tolist() == [2, 2, 0]
 
 
 def test_a_pad_row_with_the_predicted_token_is_never_accepted() -> None:

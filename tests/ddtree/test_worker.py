@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
 from ddtree_guard.hooks.facts import facts_of  # noqa: E402
-from ddtree_guard.testing.toy_server import HEAD_DIM, KV_HEADS, ToyServer  # noqa: E402
+from ddtree_guard.testing.fakes import sglang  # noqa: E402
+from ddtree_guard.testing.toy_server import HEAD_DIM, KV_HEADS, VOCAB, ToyServer  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2], [1, 6, 1, 8, 0, 3, 3, 9, 8, 8, 7, 4]]
@@ -60,6 +62,25 @@ def test_drafter_gets_the_hidden_rows_of_the_path() -> None:
         assert (commit.cache_loc_2d[i] == table[i + 1, start : start + 8]).all()
         dense = server.target.logits(text[: start + n])[start:]
         assert torch.allclose(commit.target_hidden[rows] @ server.target.head.T, dense, atol=1e-4)
+
+
+def test_a_stop_token_inside_the_path_ends_the_text_there() -> None:
+    """SGLang's own request does that, given what a step committed; no code of ours has to."""
+    server = ToyServer(PROMPTS, 16, 8, skill=1.0)
+    result = server.step()
+    count, stride = int(result.accept_lens[0]), result.speculative_num_draft_tokens
+    tokens = result.next_token_ids[:stride].tolist()[:count]
+    stop = next(t for at, t in enumerate(tokens[1:-1], 1) if t not in tokens[:at])
+    params = sglang("sampling.sampling_params").SamplingParams(max_new_tokens=50)
+    params.stop_token_ids = {stop}
+    params.normalize(None)
+    batch = sglang("managers.schedule_batch")
+    req = batch.Req("r0", "", array("q", PROMPTS[0]), params, vocab_size=VOCAB)
+    req.output_ids.extend(tokens)
+    req.update_finish_state(count)
+    assert req.finished()
+    assert list(req.output_ids_through_stop) == tokens[: tokens.index(stop) + 1]
+    assert len(req.output_ids_through_stop) < count
 
 
 def test_a_request_can_ask_for_a_smaller_budget() -> None:

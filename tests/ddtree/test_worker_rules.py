@@ -25,8 +25,12 @@ def _needs_interpreter(interpreter: None) -> None:
     return
 
 
-def observed_steps(budget: int, steps: int, block: int = 8) -> list[Step]:
-    """Steps of a toy server as the guard would see them, outcome included."""
+def observed_steps(
+    budget: int, steps: int, block: int = 8, asked: tuple[int, ...] = ()
+) -> list[Step]:
+    """Steps of a toy server as the guard would see them, outcome included. `asked` are budgets of
+    the requests, one a step.
+    """
     server = ToyServer(PROMPTS, budget, block, skill=0.4)
     seen: list[Step] = []
 
@@ -57,8 +61,8 @@ def observed_steps(budget: int, steps: int, block: int = 8) -> list[Step]:
 
     server.worker.observers.append(observe)
     with host_context(server.runner.server_args):
-        for _ in range(steps):
-            server.step()
+        for at in range(steps):
+            server.step(custom_params={"ddtree_budget": asked[at]} if asked else None)
     return seen
 
 
@@ -69,6 +73,17 @@ def test_every_rule_is_silent_on_sound_steps(budget: int) -> None:
         report = guard.check(step)
         assert report.findings == ()
         assert {"W1", "W3"} <= set(report.checked)
+
+
+def test_every_rule_is_silent_where_requests_ask_for_less() -> None:
+    for step in observed_steps(16, 4, asked=(5, 1, 16, 7)):
+        assert Guard().check(step).findings == ()
+
+
+def test_a_step_wider_than_the_budget_is_found() -> None:
+    step = observed_steps(16, 1)[0]
+    report = Guard().check(step.replace(widths__budget=15))
+    assert "CFG1" in report.rules
 
 
 def test_a_shifted_mask_offset_is_found() -> None:

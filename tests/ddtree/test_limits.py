@@ -1,0 +1,33 @@
+"""Refusals of steps that cannot fit, with the numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddtree_guard.ddtree.limits import check_step, step_bytes
+from ddtree_guard.errors import IncompatibleError
+
+
+def test_a_step_holds_logits_twice_the_mask_and_the_drafter_s_hidden_states() -> None:
+    need = step_bytes(bs=48, w=257, tokens=500_000, vocab=151_936, hidden=3 * 4096, item=2)
+    rows = 48 * 257
+    assert need.logits == rows * 151_936 * 6
+    assert need.mask == sum(257 * (s + 257) for s in [500_000 // 48] * 47 + [500_000 - 47 * 10_416])
+    assert need.hidden == rows * 12_288 * 2
+    assert need.total == need.logits + need.mask + need.hidden
+
+
+def test_a_step_that_fits_or_an_unknown_device_is_accepted() -> None:
+    need = step_bytes(bs=2, w=17, tokens=100, vocab=1000, hidden=64, item=2)
+    check_step(need, need.total, 2, 17)
+    check_step(need, None, 2, 17)
+
+
+def test_a_step_that_cannot_fit_is_refused_with_the_memory_it_needs() -> None:
+    need = step_bytes(bs=48, w=1025, tokens=500_000, vocab=151_936, hidden=12_288, item=2)
+    with pytest.raises(IncompatibleError, match=r"48 requests x 1025 rows") as refusal:
+        check_step(need, need.total - 1, 48, 1025)
+    text = str(refusal.value)
+    assert f"{need.total / 2**30:.2f} GiB" in text
+    assert "--speculative-ddtree-budget" in text
+    assert text.count(". ") == 0
