@@ -20,7 +20,7 @@ from ddtree_guard.hooks.ranks import Store
 PLUGIN = "ddtree_guard"
 WAIT_S = 20.0  # how long rank 0 waits for the other ranks' reports
 # A release moves to GPU_TESTED when the soak has run on it without a finding.
-GPU_TESTED: tuple[str, ...] = ("0.5.16",)
+GPU_TESTED: tuple[str, ...] = ("0.5.16", "0.5.17")
 CPU_TESTED = tuple(release.version for release in MATRIX)
 
 

@@ -77,19 +77,83 @@ def ring_cost() -> str:
 
 def engines() -> str:
     """Guarded engines under mixed traffic."""
+    found = load("soak")
     rows = [
         [
-            row["algorithm"],
-            row["w"],
+            row["release"],
+            "plain decoding" if row["algorithm"] == "NONE" else row["algorithm"],
+            "-" if row["algorithm"] == "NONE" else row["w"],
             "on" if row["graphs"] else "off",
             "on" if row["overlap"] else "off",
             f"{row['steps_checked']} of {row['verify_steps']}",
             row["findings"],
+            {True: "yes", False: "no", None: "not compared"}[row["outputs_identical"]],
         ]
-        for row in load("soak")["rows"]
+        for row in found["rows"]
     ]
-    head = ("algorithm", "w", "graphs", "overlap", "steps checked", "findings")
-    return table(head, sorted(rows, key=str))
+    head = (
+        "SGLang",
+        "algorithm",
+        "w",
+        "graphs",
+        "overlap",
+        "steps checked",
+        "findings",
+        "same text",
+    )
+    total = found["totals"]
+    note = f"{total['steps_checked']:,} steps, {total['findings']} findings"
+    if total["rate_below"]:
+        note += f": the rate of false alarms is below {total['rate_below']:.1e} a step (95 %)"
+    return f"{table(head, sorted(rows, key=str))}\n\n{note}. Same text: as an unguarded engine's."
+
+
+def planted() -> str:
+    """Faults planted in the same engines, one line an engine."""
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for row in load("soak_planted")["rows"]:
+        modes = ("on" if row["graphs"] else "off", "on" if row["overlap"] else "off")
+        groups.setdefault((row["release"], row["algorithm"], *modes), []).append(row)
+    lines = []
+    for key, rows in sorted(groups.items()):
+        verdicts = [row["plant_verdict"] for row in rows]
+        names = [
+            row["planted"]["rule"]
+            + (f" (as {found})" if (found := v["found_as"]) != row["planted"]["rule"] else "")
+            for row, v in zip(rows, verdicts, strict=True)
+        ]
+        lines.append([
+            *key, ", ".join(names),
+            f"{sum(v['right_step'] for v in verdicts)} of {len(rows)}",
+            f"{sum(v['right_rid'] for v in verdicts)} of {len(rows)}",
+            f"{sum(v['tokens_left'] == 'no' for v in verdicts)} of {len(rows)}",
+        ])  # fmt: skip
+    head = (
+        "SGLang", "algorithm", "graphs", "overlap", "faults of", "found in their step",
+        "right request", "before tokens left",
+    )  # fmt: skip
+    return table(head, lines)
+
+
+def server_overhead() -> str:
+    """Speed of a guarded server beside an unguarded one; the other tools are in the raw results."""
+    found = load("server_overhead")
+    rows = [row for row in found["rows"] if row["tool"] == "guard"]
+    off = {(r["w"], r["concurrency"]): r for r in found["rows"] if r["tool"] == "off"}
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["w"], row["concurrency"])):
+        bare = off[row["w"], row["concurrency"]]
+        lines.append([
+            row["w"], row["concurrency"], row["blocks"],
+            f"{row['ratio_to_off']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})",
+            f"{row['p99_ms']:.1f} / {bare['p99_ms']:.1f}",
+            f"{row['start_s']:.0f} / {bare['start_s']:.0f}",
+        ])  # fmt: skip
+    head = (
+        "w", "requests", "blocks", "speed, guarded to unguarded (95 %)", "p99 ms between tokens",
+        "start, s",
+    )  # fmt: skip
+    return f"{table(head, lines)}\n\n{found['environment']['note']}"
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -270,6 +334,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "device_check": device_check,
     "engines": engines,
     "lossless": lossless,
+    "planted": planted,
+    "server_overhead": server_overhead,
     "ring_cost": ring_cost,
     "acceptance": acceptance,
     "watch": watch,
