@@ -4,7 +4,9 @@
 
 Writes `device_check.json`: `environment`, `rows`, `targets`. The floor of a launch is the time to
 read its bytes once at the copy bandwidth measured here, plus one empty launch. GPU time in graphs
-is the difference between replays of a graph with k checks and without, divided by k.
+is the difference between replays of a graph with k checks and without, divided by k. `gpu_us` takes
+turns with batches that together do not fit the L2 cache, as far as there is room; `hot_us` checks
+one batch again and again, as if just written by the kernels that build it.
 """
 
 from __future__ import annotations
@@ -19,27 +21,31 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from batches import batch, shape
 from common import captured, environment, gpu_us, host_us, spread, write
+from probes import chain_kernel
 
 from ddtree_guard.config import Depth
+from ddtree_guard.device import operands as device_operands
 from ddtree_guard.device.kernel import VERIFY_ARGS, verify_kernel
 from ddtree_guard.device.launch import DeviceCheck
-from ddtree_guard.device.operands import Operands, Tile, bind
+from ddtree_guard.device.operands import Operands, Tile, bind, tile_for
 
 BATCHES, WIDTHS, CONTEXTS = (1, 8, 32, 128), (8, 17, 65, 257), (1024, 32768)
 L2_BYTES = 64 << 20
 TUNE = ((8, 17, 32768), (8, 65, 32768), (32, 257, 1024), (32, 257, 32768))
 TILES = [
-    Tile(items, pair, warps, registers)
-    for items, pair, warps in (
-        (128, 32, 4), (256, 32, 4), (256, 16, 4), (512, 32, 4), (512, 32, 8), (1024, 32, 8),
-        (512, 64, 8), (1024, 64, 8),
+    Tile(*tile)
+    for tile in (
+        (16, 4, 4, 4, 0), (16, 4, 4, 4, 56), (16, 4, 4, 4, 64), (16, 4, 4, 4, 80),
+        (16, 8, 4, 4, 0), (16, 8, 4, 4, 64), (16, 8, 4, 4, 80), (16, 8, 2, 4, 64),
+        (16, 8, 4, 4, 72), (32, 8, 4, 4, 64), (32, 4, 4, 4, 64), (32, 4, 4, 4, 80),
+        (32, 8, 4, 4, 80), (32, 8, 4, 4, 0),
     )
-    for registers in (0, 64, 80)
 ]  # fmt: skip
 
 
@@ -82,10 +88,18 @@ class Floors:
         self.empty = {"eager": gpu_us(bound, 100), "graph": graph_us([bound])}
         self.host = host_us(bound)
         self.host_triton = host_us(bare)
+        self.chain = [_chain(loads, programs) for programs in (64, 320, 960) for loads in range(4)]
 
     def us(self, count: int, mode: str) -> list[float]:
         """Floor of a launch that reads `count` bytes."""
         return [count / self.bytes_per_us + empty for empty in self.empty[mode]]
+
+
+def _chain(loads: int, programs: int) -> dict[str, Any]:
+    """GPU time in graphs of `loads` dependent loads in each of so many programs."""
+    zeros = torch.zeros(4, 1 << 20, dtype=torch.int64, device="cuda")
+    launch = bind(chain_kernel, (programs, 1), (zeros, zeros, 1 << 20), 4, LOADS=loads)
+    return {"loads": loads, "programs": programs, "gpu_us": spread(graph_us([launch]))}
 
 
 def graph_us(
@@ -147,11 +161,13 @@ def rows_of(bs: int, w: int, context: int, depth: Depth, floors: Floors, check: 
         "eager": gpu_us(lambda: next(turn)(), 10 * copies),
         "graph": graph_us(launches, copies, 30 if size < 1 << 26 else 3),
     }
+    hot = graph_us(launches[:1], copies) if len(launches) > 1 else gpu["graph"]
     for mode, action in (("eager", launches[0]), ("graph", replay.replay)):
         syncs, allocations = counted(action)
         yield {
             "bs": bs, "w": w, "context": context, "depth": depth.value, "mode": mode,
-            "gpu_us": spread(gpu[mode]), "floor_us": spread(floors.us(size, mode)),
+            "gpu_us": spread(gpu[mode]), "hot_us": spread(hot if mode == "graph" else gpu[mode]),
+            "floor_us": spread(floors.us(size, mode)),
             "host_us": spread(host[mode][0]), "host_floor_us": spread(host[mode][1]),
             "syncs": syncs, "allocations": allocations, "bytes": size, "sets": len(operands),
             "launches": 1 if mode == "eager" else 0,
@@ -188,15 +204,41 @@ def precompile(depth: str, w: int, bs: int) -> float:
     return time.perf_counter() - begin
 
 
-def tune(check: DeviceCheck) -> list[dict[str, Any]]:
-    """GPU time in graphs per tile at the sizes that have a target."""
-    found = []
-    for (bs, w, context), tile in itertools.product(TUNE, TILES):
-        launches = [o.launch for o in _operand_sets(bs, w, context, Depth.FAST, check, tile)]
-        times = spread(graph_us(launches))
+def precompile_tile(tile: Tile) -> None:
+    """The same for a tile."""
+    check = DeviceCheck("cuda")
+    check.bind(batch(8, 65, 64), shape(8, 65, 64, Depth.FAST), tile)
+
+
+def tune(check: DeviceCheck) -> dict[str, Any]:
+    """GPU time in graphs per tile at the sizes that have a target, and of the first programs of
+    each lane alone, kind after kind.
+    """
+    found: dict[str, Any] = {"tiles": [], "first_programs": []}
+    for bs, w, context in TUNE:
         size = {"bs": bs, "w": w, "context": context}
-        found.append({**size, "tile": dataclasses.asdict(tile), "gpu_us": times})
-        print(found[-1], flush=True)
+        for tile in TILES:
+            launches = [o.launch for o in _operand_sets(bs, w, context, Depth.FAST, check, tile)]
+            times = {"gpu_us": spread(graph_us(launches)), "hot_us": spread(graph_us(launches[:1]))}
+            found["tiles"].append({**size, "tile": dataclasses.asdict(tile), **times})
+            print(found["tiles"][-1], flush=True)
+        torch.cuda.empty_cache()
+    for bs, w, context in TUNE[1:3]:
+        tile = tile_for(w, bs, Depth.FAST)
+        blocks = triton.cdiv(w, 32 * tile.warps)
+        kinds = ("links", 1), ("lane", 1), ("nodes", blocks), ("places", blocks)
+        kinds += (("cells", triton.cdiv(w, tile.rows)), ("pairs", 10**6))
+        programs = 0
+        for kind, count in kinds:
+            programs += count
+            whole = device_operands.programs_per_lane
+            with mock.patch.object(
+                device_operands, "programs_per_lane", lambda *a, n=programs, f=whole: min(n, f(*a))
+            ):
+                launches = [o.launch for o in _operand_sets(bs, w, context, Depth.FAST, check)]
+            size = {"bs": bs, "w": w, "context": context, "up_to": kind}
+            found["first_programs"].append({**size, "gpu_us": spread(graph_us(launches))})
+            print(found["first_programs"][-1], flush=True)
     return found
 
 
@@ -210,8 +252,9 @@ def targets(rows: list[dict[str, Any]]) -> dict[str, Any]:
             result[f"bs8_w{w}_graph_us"] = [row["gpu_us"]["median"], "<= 3"]
     row = fast.get((32, 257, 32768, "graph"))
     if row:
-        ratio = row["gpu_us"]["median"] / row["floor_us"]["median"]
-        result["bs32_w257_over_floor"] = [round(ratio, 2), "<= 2"]
+        for name in ("gpu_us", "hot_us"):
+            ratio = row[name]["median"] / row["floor_us"]["median"]
+            result[f"bs32_w257_{name}_over_floor"] = [round(ratio, 2), "<= 2"]
     eager = [r for r in rows if r["mode"] == "eager"]
     if eager:
         extra = max(r["host_us"]["median"] - r["host_floor_us"]["median"] for r in eager)
@@ -231,9 +274,12 @@ def main() -> None:
     begin = time.perf_counter()
     check = DeviceCheck("cuda")
     if options.tune:
-        write(options.out / "device_tune.json", {"environment": environment(), "rows": tune(check)})
+        with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
+            list(pool.map(precompile_tile, TILES))
+        write(options.out / "device_tune.json", {"environment": environment(), **tune(check)})
         return
-    variants = list(itertools.product(("fast", "full"), (17, 65), (8, 128)))
+    sizes = ((17, 8), (257, 32), (257, 128))
+    variants = [(depth, *size) for depth in ("fast", "full") for size in sizes]
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
         print("compiled in", [round(s) for s in pool.map(precompile, *zip(*variants, strict=True))])
     path = options.out / "device_check.json"
@@ -243,7 +289,8 @@ def main() -> None:
         "copy_gb_per_s": round(floors.bytes_per_us / 1000),
         "empty_launch_us": {mode: spread(us) for mode, us in floors.empty.items()},
         "triton_launch_host_us": spread(floors.host_triton),
-        "triton_launch_args": len(VERIFY_ARGS) + 5,
+        "triton_launch_args": len(verify_kernel.arg_names),
+        "chain": floors.chain,
     }
     done = {(r["bs"], r["w"], r["context"], r["depth"]) for r in result["rows"]}
     order = sorted(

@@ -35,6 +35,7 @@ SIZES: tuple[dict[str, Any], ...] = (
     {"w": 17, "lens": (37, 21, 50), "padded_bs": 4},
     {"w": 65, "lens": (5, 0), "padded_bs": 3},
     {"w": 3, "lens": (130, 9)},
+    {"w": 300, "lens": (5, 2)},
 )
 
 

@@ -1,7 +1,4 @@
-"""Rules about mask cells and pairs of rows: the exact ones, and a filter for the hot path.
-
-The filter lets nothing bad through but may suspect too much.
-"""
+"""Exact rules about mask cells and pairs of rows."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ddtree_guard.device.protocol import (
+    cFAR,
     cK2,
-    cLINKS,
     cM1,
     cM2,
     cM3,
@@ -24,7 +21,6 @@ from ddtree_guard.device.protocol import (
     cTREE,
     cWORDS_OK,
     flag,
-    load_low,
     load_wide,
 )
 
@@ -37,6 +33,16 @@ def readable_rows(
     sane = (s >= 0) & (s <= mask_numel) & (start >= 0) & (start <= mask_numel)
     most = tl.where(sane, s, 0) + w
     return (rows < w) & sane & (start + (rows + 1) * most <= mask_numel)
+
+
+@triton.jit
+def cells_inside(
+    s: tl.tensor, start: tl.tensor, w: tl.tensor, mask_numel: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Whether all mask cells of the lane lie inside the buffer, at offsets of 31 bits."""
+    near = (s >= 0) & (s < cFAR)
+    room = mask_numel - w * (tl.where(near, s, 0).to(tl.int32) + w)
+    return near & (start >= 0) & (start <= room)
 
 
 @triton.jit
@@ -152,84 +158,6 @@ def count_stray_kv(
         entry = load_wide(kvi, cols, cols < tail)
         wrong += tl.sum(((entry < 0) | (entry >= pool)).to(tl.int64), axis=0)
     return wrong
-
-
-@triton.jit
-def filter_bytes(
-    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, word: tl.tensor, up: tl.tensor,
-    w: tl.tensor, stride: tl.tensor, linked: tl.tensor, judged: tl.tensor, diagonal_on: tl.tensor,
-) -> tl.tensor:  # fmt: skip
-    """Filter for M2, M4, M6: nonzero where one of four cells is not its parent's with the
-    diagonal added.
-    """
-    doubt = rows * 0
-    for k in tl.static_range(4):
-        cols = word * 4 + k
-        there = judged & (cols < w)
-        own = tl.load(mask + start + rows * stride + cols, mask=there, other=0)
-        seen = tl.load(mask + start + up * stride + cols, mask=there & linked, other=0)
-        want = seen.to(tl.int32) | ((cols == rows) & diagonal_on & there).to(tl.int32)
-        doubt |= own.to(tl.int32) ^ want
-    return doubt
-
-
-@triton.jit
-def filter_words(
-    mask: tl.tensor, start: tl.tensor, rows: tl.tensor, word: tl.tensor, up: tl.tensor,
-    w: tl.tensor, stride: tl.tensor, linked: tl.tensor, judged: tl.tensor, diagonal_on: tl.tensor,
-) -> tl.tensor:  # fmt: skip
-    """The same, four cells at a time: two aligned words cover any four bytes.
-
-    The caller has checked that the lane's words lie inside the buffer, less than 2^31 bytes apart.
-    """
-    words = mask.to(tl.pointer_type(tl.int32)) + start // 4
-    step, odd = stride.to(tl.int32), (start % 4).to(tl.int32)
-    own_at, seen_at = odd + rows * step, odd + up * step
-    own = _four_cells(words, own_at, word, judged)
-    seen = _four_cells(words, seen_at, word, judged & linked)
-    ahead = rows - word * 4
-    on_diagonal = diagonal_on & (ahead.to(tl.uint32) < 4)
-    diagonal = tl.where(on_diagonal, 1 << ((ahead & 3) * 8), 0)
-    left = w - word * 4
-    inside = tl.where(left >= 4, -1, (1 << ((left & 3) * 8)) - 1)
-    return tl.where(judged & (((own ^ (seen | diagonal)) & inside) != 0), 1, 0)
-
-
-@triton.jit
-def _four_cells(
-    words: tl.tensor, row_at: tl.tensor, word: tl.tensor, there: tl.tensor
-) -> tl.tensor:  # fmt: skip
-    """Four bytes, `word` words after byte `row_at`."""
-    at = (row_at >> 2) + word
-    shift = ((row_at & 3) * 8).to(tl.uint32)
-    low = tl.load(words + at, mask=there, other=0).to(tl.uint32, bitcast=True)
-    high = tl.load(words + at + 1, mask=there, other=0).to(tl.uint32, bitcast=True)
-    return ((low >> shift) | ((high << 1) << (31 - shift))).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def filter_pairs(
-    first: tl.tensor, rows: tl.tensor, cols: tl.tensor, w: tl.tensor, parent: tl.tensor,
-    token: tl.tensor, slot: tl.tensor, parents: tl.tensor, tokens: tl.tensor, sibling: tl.tensor,
-    out: tl.tensor, HAS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Filter for `judge_pairs`, on the low 32 bits: equal values have equal low bits."""
-    at = first + cols
-    inside = cols < w
-    earlier = cols < rows
-    bad = earlier & False
-    if HAS & cTREE:
-        kin = earlier & (load_low(parents, at, inside, -9) == parent)
-        twin = load_low(tokens, at, inside, 0) == token
-        if HAS & cLINKS:
-            side = load_low(sibling, at, inside, 0)
-            twin |= (side - cols - 1).to(tl.uint32) >= (rows - cols).to(tl.uint32)
-        if HAS & cMAJOR:
-            twin |= load_low(parents, first + rows - 1, (rows > 0) & (rows < w), 0) != parent
-        bad = kin & twin
-    if HAS & cOUT:
-        bad |= earlier & (load_low(out, at, inside, -9) == slot)
-    return bad.to(tl.int32)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 from ddtree_guard.config import Depth
 from ddtree_guard.device.edges import close_kernel, table_kernel
 from ddtree_guard.device.kernel import verify_kernel
-from ddtree_guard.device.protocol import BITS, HAS_BITS, ROW_BLOCK
+from ddtree_guard.device.protocol import BITS, HAS_BITS
 from ddtree_guard.errors import UsageError
 from ddtree_guard.step import Contract
 
@@ -83,12 +83,13 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Per program: words of four mask cells, side of a square of pairs of rows, warps, and most
+    """Per program: mask rows; rows and columns a thread of the pair programs; warps, and most
     registers a thread (0: as many as the compiler likes).
     """
 
-    items: int = 512
-    pair: int = 32
+    rows: int = 16
+    deep: int = 4
+    cols: int = 4
     warps: int = 4
     registers: int = 64
 
@@ -96,18 +97,23 @@ class Tile:
 WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
 
 
+SMALL, BIG = Tile(16, 4, 4, 4, 64), Tile(16, 4, 4, 4, 64)
+
+
 def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
     """The fastest tile on an H200, by `benchmarks/device_check.py --tune`."""
-    small = depth is Depth.FAST and lanes * w <= 1024
-    return Tile(512, 32, 8, 80) if small else Tile(512, 32, 4, 64)
+    return SMALL if depth is Depth.FAST and lanes * w <= 1024 else BIG
 
 
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
     """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
-    rows, items = -(-w // ROW_BLOCK), -(-w * -(-w // 4) // tile.items)
-    across = -(-w // tile.pair)
-    pieces = -(-cells // (8 * WIDE * lanes))
-    return rows + items + across * (across + 1) // 2 + min(pieces, max(1, 2048 // lanes))
+    rows = 2 * _ceil(w, 32 * tile.warps) + _ceil(w, tile.rows)
+    pairs = _ceil(w - 1, tile.deep * tile.warps) * _ceil(w - 1, tile.cols * 32)
+    return 2 + rows + pairs + min(_ceil(cells, 8 * WIDE * lanes), max(1, 2048 // lanes))
+
+
+def _ceil(count: int, share: int) -> int:
+    return -(-count // share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +192,8 @@ def verify_operands(
     launch = bind(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
-        LANES=32 if shape.lanes <= 32 else MAX_LANES, ITEMS=tile.items,
-        PAIR=tile.pair, WIDE=WIDE,
+        LANES=32 if shape.lanes <= 32 else MAX_LANES, BITS=8 if shape.w <= 257 else 32,
+        ROWS=tile.rows, DEEP=tile.deep, COLS=tile.cols, WARPS=tile.warps, WIDE=WIDE,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 

@@ -30,7 +30,9 @@ import triton.language as tl
 MAGIC = 0x0DD7_9E57
 SLOTS, WORDS, ROW_RADIX = 4, 32, 4096
 NO_OFFENDER = 2**63 - 1
-ROW_BLOCK = 128  # rows per program of the rules about rows: one a thread
+LINK_BLOCK = 256  # rows of links that a pass reads
+FAR = 2_000_000  # prefix lengths below it keep all offsets of a lane's cells below 2^31
+CELL_LANES, CELL_WORDS = 8, 64  # threads that share a mask row, words of it that a pass reads
 BITS = {
     "W1": 0, "W2": 1, "W3": 2, "W4": 3, "W8": 4, "M1": 5, "M2": 6, "M4": 7, "M6": 8, "T1": 9,
     "T2": 10, "T3": 11, "T4": 12, "T6": 13, "P1": 14, "K1": 15, "K2": 16, "G4": 17, "A1": 18,
@@ -48,7 +50,8 @@ HAS_BITS = {
 _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
 cMAGIC, cWORDS, cRADIX = _constant(MAGIC), _constant(WORDS), _constant(ROW_RADIX)
 cCOLD_ROWS, cCOLD_COLS = _constant(16), _constant(32)
-cROW_BLOCK, cONES = _constant(ROW_BLOCK), _constant(0x0101_0101_0101_0101)
+cCELL_LANES, cCELL_WORDS = _constant(CELL_LANES), _constant(CELL_WORDS)
+cLINK_BLOCK, cFAR, cONES = _constant(LINK_BLOCK), _constant(FAR), _constant(0x0101_0101_0101_0101)
 cNONE, cRULES = _constant(NO_OFFENDER), _constant(len(BITS))
 cW1, cW2, cW3, cW4, cW8 = (_constant(BITS[n]) for n in ("W1", "W2", "W3", "W4", "W8"))
 cM1, cM2, cM3, cM4, cM6 = (_constant(1 << BITS[n]) for n in ("M1", "M2", "M3", "M4", "M6"))
@@ -73,6 +76,12 @@ cPAD_LEN, cPAD_SLOT, cPAD_POS, cOUTCOME, cWORDS_OK = (
 def load_wide(pointer: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """Load integers as int64; 0 where not inside."""
     return tl.load(pointer + at, mask=inside, other=0).to(tl.int64)
+
+
+@triton.jit
+def node_count(sizes: tl.tensor, lane: tl.tensor, w: tl.tensor) -> tl.tensor:
+    """How many of the lane's rows are nodes, 0 to w, in 32 bits."""
+    return tl.minimum(tl.maximum(tl.load(sizes + lane).to(tl.int64), 0), w).to(tl.int32)
 
 
 @triton.jit

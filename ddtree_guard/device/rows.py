@@ -72,7 +72,7 @@ def judge_nodes(
     parents: tl.tensor, depths: tl.tensor, depth_max: tl.tensor, vocab: tl.tensor,
     pad_rows: tl.tensor, HAS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """T1, T2, T6, T4 as far as one row shows it; parents, whether usable, and depths."""
+    """T1, T2, T6, T4 as far as one row shows it, and which rows are nodes."""
     inside = rows < w
     node = inside & (rows < size)
     parent = load_wide(parents, first + rows, inside)
@@ -93,44 +93,39 @@ def judge_nodes(
     if HAS & cMAJOR:
         before = load_wide(depths, first + rows - 1, node & (rows > 0))
         flags |= flag(node & (rows > 0) & (depth < before), cT2)
-    return flags, parent, tl.where(linked, up, 0), linked, node, depth
+    return flags, node
 
 
 @triton.jit
 def judge_links(
-    first: tl.tensor, rows: tl.tensor, w: tl.tensor, size: tl.tensor, parent: tl.tensor,
-    up: tl.tensor, linked: tl.tensor, node: tl.tensor, parents: tl.tensor, index: tl.tensor,
-    child: tl.tensor, sibling: tl.tensor, pad_rows: tl.tensor,
+    first: tl.tensor, rows: tl.tensor, w: tl.tensor, size: tl.tensor, parents: tl.tensor,
+    index: tl.tensor, child: tl.tensor, sibling: tl.tensor, pad_rows: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """T3 as far as one row shows it, and which rows are out of the usual order.
-
-    Builders list siblings in row order. Then it is enough that each link leads to a node of the
-    right parent and, with `filter_pairs`, that no sibling is skipped. Where the order is another
-    one, `judge_chains` decides.
-    """
+    """Cold: T3 of these rows, siblings in any order."""
     inside = rows < w
+    node = inside & (rows < size)
+    parent = load_wide(parents, first + rows, inside)
+    linked = node & (parent >= 0) & (parent < rows)
+    up = tl.where(linked, parent, 0).to(tl.int32)
     wrong = node & (load_wide(index, first + rows, inside) != first + rows)
     down = load_wide(child, first + rows, inside)
-    there = node & (down > 0) & (down < size) & (down < w)
+    there = node & (down > 0) & (down < size)
     whose = load_wide(parents, first + tl.where(there, down, 0).to(tl.int32), there)
     wrong |= node & (down != -1) & ((there == 0) | (whose != rows))
     side = load_wide(sibling, first + rows, inside)
-    there = node & (side > 0) & (side < size) & (side < w) & (side != rows) & (rows > 0)
+    there = node & (side > 0) & (side < size) & (side != rows) & (rows > 0)
     whose = load_wide(parents, first + tl.where(there, side, 0).to(tl.int32), there)
     wrong |= node & (side != -1) & ((there == 0) | (whose != parent))
-    wrong |= (node == 0) & (pad_rows > 0) & ((down != -1) | (side != -1))
-    eldest = load_wide(child, first + up, linked)
-    disorder = linked & ((eldest <= up) | (eldest > rows))
-    disorder |= node & (side != -1) & (side < rows)
-    return flag(inside & wrong, cT3), disorder
+    wrong |= inside & (node == 0) & (pad_rows > 0) & ((down != -1) | (side != -1))
+    return flag(wrong, cT3) | _judge_chains(first, rows, w, up, linked, child, sibling)
 
 
 @triton.jit
-def judge_chains(
+def _judge_chains(
     first: tl.tensor, rows: tl.tensor, w: tl.tensor, up: tl.tensor, linked: tl.tensor,
     child: tl.tensor, sibling: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Cold: T3 by walking each row's list of siblings from its parent; in any order, w steps."""
+    """T3 by walking each row's list of siblings from its parent, w steps."""
     at = load_wide(child, first + up, linked)
     met = rows < 0
     for _ in range(w):

@@ -32,7 +32,7 @@ def verdict_of(step: Step, depth: Depth = Depth.FULL) -> Verdict:
     return verdict
 
 
-@pytest.mark.parametrize("tile", [Tile(128, 16), Tile(64, 8), Tile(1024, 64)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(4, 2, 1, 2), Tile(32, 8, 2), Tile(64, 16, 8, 8)], ids=str)
 @pytest.mark.parametrize("rule", ["M2", "T4", "T3"])
 def test_verdict_does_not_depend_on_the_tile(rule: str, tile: Tile) -> None:
     step = FAULTS[rule](sound_step(5, w=37, lens=(9, 70, 4)), 2).step
@@ -48,6 +48,18 @@ def test_verdict_does_not_depend_on_the_tile(rule: str, tile: Tile) -> None:
         verdicts += check.poll()
     assert {rule, "K2"} <= set(verdicts[0].rules)
     assert verdicts[0] == verdicts[1]
+
+
+def test_a_tree_wider_than_one_pass_of_each_filter() -> None:
+    """More than 257 rows: several passes over links and words of the mask, and blocks of pairs."""
+    step, rows = sound_step(5, w=300, lens=(3, 6), full_trees=True), {"K2": (1, 299)}
+    for rule in ("M2", "T4", "T3"):
+        planted = FAULTS[rule](step, 1)
+        step, rows[rule] = planted.step, (1, planted.row)
+    slots = step.slots.out_cache_loc.copy()
+    slots[-1] = slots[-290]
+    verdict = verdict_of(step.replace(slots__out_cache_loc=slots), Depth.FAST)
+    assert {rule: verdict.first.get(rule) for rule in rows} == rows
 
 
 def test_bits_are_those_of_the_rules() -> None:

@@ -39,6 +39,12 @@ def bad(check: DeviceCheck) -> StepOperands:
     return operands_from_step(check, FAULTS["P1"](sound_step(1, **SIZES), 1).step)
 
 
+class StandIn(SimpleNamespace):
+    """Hashable, as compiled kernels are remembered by it."""
+
+    __hash__ = object.__hash__
+
+
 def test_a_launch_keeps_alive_the_tensors_whose_addresses_it_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -48,9 +54,9 @@ def test_a_launch_keeps_alive_the_tensors_whose_addresses_it_holds(
     compiled = SimpleNamespace(
         run=lambda *args: launched.append(args), function=1, packed_metadata=2
     )
-    kernel = SimpleNamespace(
-        device_caches={}, arg_names=["a", "n", "HAS"], warmup=lambda *args, **meta: compiled
-    )
+    kernel = StandIn()
+    kernel.device_caches, kernel.arg_names = {}, ["a", "n", "HAS"]
+    kernel.warmup = lambda *args, **meta: compiled
     tensor = torch.zeros(5)
     address, alive = tensor.data_ptr(), weakref.ref(tensor)
     launch = bind(kernel, (3, 2), (tensor, 9), 4, HAS=8)
