@@ -76,7 +76,7 @@ def watched(setup: Setup, folder: Path) -> dict[str, Any]:
         **{name: live[name] for name in ("verify_steps", "steps_checked", "findings", "latent",
                                          "skipped", "faults", "checker")},
         "lines": lines[:12],
-        "chain": compared(live.get("chain", []), live.get("tree", [])),
+        "chain": {} if setup.plant else compared(live.get("chain", []), live.get("tree", [])),
     }  # fmt: skip
     if setup.plant:
         row |= {"left": live["left"], "active": live["active"]}

@@ -106,20 +106,6 @@ class Flight:
             self._running = False
             self.recorder.stop()
 
-    def hook(self) -> Hook:
-        """Around SGLang's event loop: what the ring holds is dumped before a crash is handled."""
-
-        def wrap(original: Original) -> Any:
-            @functools.wraps(original.value)
-            def run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-                with self.crash_path():
-                    return original.value(scheduler, *args, **kwargs)
-
-            return run_event_loop
-
-        why = "a scheduler that crashes leaves its last steps on disk"
-        return Hook("crash", (Patch(LOOP, why, wrap, ("self",), False),), required=False)
-
     def crash_path(self) -> AbstractContextManager[None]:
         """See `Recorder.crash_path`."""
         return self.recorder.crash_path()
@@ -171,3 +157,18 @@ class Flight:
     def name(self, rid: str | None) -> str | None:
         """The request's name in dumps, for the log."""
         return self.recorder.name(rid)
+
+
+def crash_hook(guard: Any) -> Hook:
+    """Around SGLang's event loop: what the ring holds is dumped before a crash is handled."""
+
+    def wrap(original: Original) -> Any:
+        @functools.wraps(original.value)
+        def run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            with guard.flight.crash_path():
+                return original.value(scheduler, *args, **kwargs)
+
+        return run_event_loop
+
+    why = "a scheduler that crashes leaves its last steps on disk"
+    return Hook("crash", (Patch(LOOP, why, wrap, ("self",), False),), required=False)

@@ -15,6 +15,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from ddtree_guard.hooks.flight import crash_hook
 from ddtree_guard.hooks.hook import Hook
 from ddtree_guard.hooks.patching import Original, Patch
 from ddtree_guard.hooks.runtime import ServerGuard
@@ -28,7 +29,7 @@ _RESULTS_V1 = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOut
 
 def scheduler_hooks(guard: ServerGuard) -> tuple[Hook, ...]:
     """Sites whose targets exist before any model is built."""
-    return (_init_hook(guard), *_resolve_hooks(guard), guard.flight.hook())
+    return (_init_hook(guard), *_resolve_hooks(guard), crash_hook(guard))
 
 
 def _init_hook(guard: ServerGuard) -> Hook:

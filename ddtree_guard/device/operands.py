@@ -97,7 +97,7 @@ class Tile:
 WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
 
 
-SMALL, BIG = Tile(16, 4, 4, 4, 64), Tile(16, 4, 4, 4, 64)
+SMALL, BIG = Tile(16, 4, 4, 4, 0), Tile(32, 8, 4, 4, 80)
 
 
 def tile_for(w: int, lanes: int, depth: Depth) -> Tile:

@@ -40,9 +40,9 @@ MOST = 20_000  # steps whose lengths are kept
 GAP = 16  # steps between two faults: after a hit the guard reads 8 steps to the host
 SAMPLED = 64  # at depth full every 64th step is judged by the rules that have no device bit
 WALK = ("outcome.predict", "outcome.accept_index", "outcome.accept_lens")
-# Put into the record: lengths of 2**31 and tokens behind the vocabulary would crash the kernels
-# that read them; M7, M9 and W5 take away a mask, a cell, a column: no values of a tensor.
-NOT_LIVE = ("K11", "T6", "M7", "W5", "M9")
+# Put into the record: lengths of 2**31, tokens behind the vocabulary and slots behind the pool end
+# the server in SGLang's own kernels; M7, M9 and W5 take away a mask, a cell, a column: no values.
+NOT_LIVE = ("K11", "T6", "K1", "M7", "W5", "M9")
 
 
 def load() -> None:
@@ -147,6 +147,8 @@ class Meter:
     def values(self) -> dict[str, Any]:
         """Lengths of all requests and steps so far, chain and tree, in order."""
         taken = list(self.lengths)
+        if taken and taken[-1].is_cuda:
+            torch.cuda.synchronize()  # the newest were queued on the scheduler's stream
         both = torch.cat(taken, 1).cpu().tolist() if taken else [[], []]
         return {"tree_steps": len(taken), "chain": both[0], "tree": both[1]}
 
@@ -171,7 +173,7 @@ class Planter:
         self.guard, self.checker = guard, guard.checker
         self.host = getattr(self.checker, "host", self.checker)
         known = [name for name in rules if name in FAULTS]
-        known.sort(key=lambda name: (not _on_device(name), name == "K1"))
+        known.sort(key=lambda name: not _on_device(name))
         self.todo, self.rows = known, dict[str, dict[str, Any]]()
         self._next, self._walk, self._undo = 0, "", list[Callable[[], None]]()
         self.active, self._undo_build = list(rules), list[Callable[[], None]]()
