@@ -28,6 +28,8 @@ from ddtree_guard.step import (
     Widths,
 )
 
+WHOLE = 1 << 24  # cells; of a larger captured mask only what a launch can reach is copied
+
 
 def read_step(
     backend: Any,
@@ -61,12 +63,13 @@ def read_step(
     args = runner.server_args
     captured = graph_mask(backend, facts)
     algorithm = str(args.speculative_algorithm or "")
+    layout = _layout(meta, batch, live, q_rows)
     return Step(
         bs=live,
         padded_bs=lanes,
         widths=_widths(backend, facts, args, w, draft),
-        layout=_layout(meta, batch, live, q_rows),
-        mask=_mask(meta, captured, rids),
+        layout=layout,
+        mask=_mask(meta, captured, rids, layout, w),
         tree=tree or tree_of(spec, live, w),
         positions=Positions(values=host(batch.positions)),
         slots=_slots(meta, batch, runner, live, w),
@@ -158,7 +161,7 @@ def _layout(meta: Any, batch: Any, live: int, q_rows: int | None) -> Layout:
         qo_indptr=host(meta.qo_indptr),
         kv_indptr=kv_indptr,
         mask_indptr=host(meta.mask_indptr),
-        kv_indices=host(meta.kv_indices)[: max(int(kv_indptr[-1]), 0)],
+        kv_indices=host(meta.kv_indices[: max(int(kv_indptr[-1]), 0)]),
         prefix_lens=host(batch.seq_lens),
         prefix_lens_cpu=None if mirror is None else host(mirror)[:live],
         max_extend_len=int(meta.max_extend_len),
@@ -167,11 +170,21 @@ def _layout(meta: Any, batch: Any, live: int, q_rows: int | None) -> Layout:
     )
 
 
-def _mask(meta: Any, captured: Any, rids: tuple[str, ...]) -> Mask:
+def _reach(layout: Layout, w: int) -> int:
+    """Cells behind which no row begins or ends, by the offsets of the launch or by its lengths."""
+    columns = np.maximum(np.asarray(layout.prefix_lens, np.int64), 0) + w
+    starts = [0] if layout.mask_indptr is None else layout.mask_indptr
+    return int(max(w * columns.sum(), np.max(starts) + w * columns.max()))
+
+
+def _mask(meta: Any, captured: Any, rids: tuple[str, ...], layout: Layout, w: int) -> Mask:
+    """The mask. A captured buffer is made for the longest context and can hold hundreds of MB."""
     cells = meta.custom_mask
     if cells is None:
         return Mask(present=False)
     capacity = captured if captured is not None else cells
+    if captured is not None and cells.numel() > WHOLE:
+        cells = cells[: max(WHOLE, _reach(layout, w))]
     return Mask(cells=host(cells), present=True, capacity=int(capacity.numel()), rids=rids or None)
 
 

@@ -130,7 +130,7 @@ class Tape:
         changes = {path: value for path, value in changes.items() if value is not None}
         changes["mask.cells"] = with_bits(late, kept)
         changes |= dict.fromkeys(REUSED)
-        exempt = {**late.contract.not_checked, **dict.fromkeys(("M1", "M3"), LATE)}
+        exempt = {**late.contract.not_checked, **dict.fromkeys(("M1", "M3", "M9"), LATE)}
         named = {path.replace(".", "__"): value for path, value in changes.items()}
         return late.replace(**named, contract__not_checked=exempt)
 

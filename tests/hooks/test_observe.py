@@ -38,3 +38,22 @@ def test_width_is_the_batchs_then_the_budgets_then_the_backends() -> None:
     assert verify_width(backend, runner, facts, None) == 17
     args.speculative_algorithm = "DFLASH"
     assert verify_width(backend, runner, facts, None) == 8
+
+
+@pytest.mark.parametrize("choice", ["stock", "corrected"])
+@pytest.mark.parametrize("budget", [7, 16, 33])
+def test_of_a_large_captured_mask_only_the_reachable_part_is_read(
+    choice: str, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddtree_guard.hooks import observe
+    from ddtree_guard.testing.standins import VerifyCase, build_backend, run_verify
+
+    case = VerifyCase(lens=(30, 4, 9), budget=budget, block=8, heads=2, kv_heads=1, head_dim=16)
+    whole = run_verify(build_backend(case, choice), case, "graph").step
+    monkeypatch.setattr(observe, "WHOLE", 0)
+    part = run_verify(build_backend(case, choice), case, "graph").step
+    assert part.mask.capacity == whole.mask.capacity == len(whole.mask.cells)
+    need = (budget + 1) * (30 + 4 + 9 + 3 * (budget + 1))
+    assert need <= len(part.mask.cells) < len(whole.mask.cells)
+    assert (part.mask.cells == whole.mask.cells[: len(part.mask.cells)]).all()
+    assert Guard().check(part).rules == Guard().check(whole).rules
