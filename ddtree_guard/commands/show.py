@@ -42,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
     for text in blocks((step, finding) for finding in mine):
         out.print("\n" + text, markup=False, soft_wrap=True)
     out.print()
+    if not step.bs:
+        out.print("no requests: this step is the configuration that a server started with")
+        return 0
     out.print(terminal.requests_table(step))
     for picture in (terminal.ruler, terminal.heatmap):
         out.print(picture(step, request, out.width))
@@ -76,6 +79,8 @@ def as_json(
 def _pick(what: str, asked: int | None, count: int, default: int) -> int:
     if asked is None:
         return default
+    if not count:
+        raise UsageError(f"--{what} is {asked}, but this step has no {what}s.")
     if not 0 <= asked < count:
         raise UsageError(f"--{what} is {asked}, but the dump holds {what}s 0 to {count - 1}.")
     return asked

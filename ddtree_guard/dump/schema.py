@@ -108,9 +108,9 @@ def decode_step(data: Any, arrays: Mapping[str, Any]) -> Step:
     step = _Decoder(arrays).record(data, Step, "step")
     assert isinstance(step, Step)
     w, lanes = step.widths.w, step.padded_bs
-    if not (0 < w <= MAX_WIDTH and 0 < step.bs <= lanes <= MAX_LANES):
+    if not (0 < w <= MAX_WIDTH and 0 <= step.bs <= lanes <= MAX_LANES):
         raise DumpError(
-            f"the dump states bs={step.bs}, BS={lanes}, w={w}; expected 1 <= bs <= BS <= "
+            f"the dump states bs={step.bs}, BS={lanes}, w={w}; expected 0 <= bs <= BS <= "
             f"{MAX_LANES} and 1 <= w <= {MAX_WIDTH}."
         )
     if lanes * w * w > MAX_BLOCK_CELLS:
