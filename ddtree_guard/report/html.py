@@ -80,7 +80,7 @@ def _moment(step: Step, rules: tuple[str, ...]) -> Moment:
 
 def _mean(values: Any, count: int) -> float | None:
     whole = values is not None and values.ndim == 1 and values.dtype.kind in "iu" and len(values)
-    return float(values[:count].astype("float64").mean()) if whole else None
+    return float(values[:count].astype("float64").mean()) if whole and count else None
 
 
 def page(told: Story) -> str:
