@@ -17,8 +17,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from ddtree_guard.config import Config
 from ddtree_guard.dump.redact import KeyStore, Redactor, job_key
 from ddtree_guard.dump.write import DumpWriter
-from ddtree_guard.hooks.hook import Hook
-from ddtree_guard.hooks.patching import Original, Patch
 from ddtree_guard.hooks.record import Record
 from ddtree_guard.metrics import Metrics
 from ddtree_guard.recorder import Recorder
@@ -28,7 +26,6 @@ from ddtree_guard.step import Step
 
 log = logging.getLogger("ddtree_guard")
 LIMIT = 8  # faults after which nothing is recorded any more
-LOOP = "sglang.srt.managers.scheduler.Scheduler.run_event_loop"
 Evidence = Callable[[Record, Step, Finding], Sequence[Step]]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,20 +102,6 @@ class Flight:
         if self._running or self.recorder.started:
             self._running = False
             self.recorder.stop()
-
-    def hook(self) -> Hook:
-        """Around SGLang's event loop: what the ring holds is dumped before a crash is handled."""
-
-        def wrap(original: Original) -> Any:
-            @functools.wraps(original.value)
-            def run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-                with self.crash_path():
-                    return original.value(scheduler, *args, **kwargs)
-
-            return run_event_loop
-
-        why = "a scheduler that crashes leaves its last steps on disk"
-        return Hook("crash", (Patch(LOOP, why, wrap, ("self",), False),), required=False)
 
     def crash_path(self) -> AbstractContextManager[None]:
         """See `Recorder.crash_path`."""

@@ -20,6 +20,7 @@ from ddtree_guard.hooks.patching import Original, Patch
 from ddtree_guard.hooks.runtime import ServerGuard
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.init_model_worker"
+_LOOP = "sglang.srt.managers.scheduler.Scheduler.run_event_loop"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SPEC = "sglang.srt.speculative"
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
@@ -28,7 +29,22 @@ _RESULTS_V1 = "sglang.srt.managers.scheduler_output_processor_mixin.SchedulerOut
 
 def scheduler_hooks(guard: ServerGuard) -> tuple[Hook, ...]:
     """Sites whose targets exist before any model is built."""
-    return (_init_hook(guard), *_resolve_hooks(guard), guard.flight.hook())
+    return (_init_hook(guard), *_resolve_hooks(guard), _crash_hook(guard))
+
+
+def _crash_hook(guard: ServerGuard) -> Hook:
+    """Around SGLang's event loop: what the ring holds is dumped before a crash is handled."""
+
+    def wrap(original: Original) -> Any:
+        @functools.wraps(original.value)
+        def run_event_loop(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            with guard.flight.crash_path():
+                return original.value(scheduler, *args, **kwargs)
+
+        return run_event_loop
+
+    why = "a scheduler that crashes leaves its last steps on disk"
+    return Hook("crash", (Patch(_LOOP, why, wrap, ("self",), False),), required=False)
 
 
 def _init_hook(guard: ServerGuard) -> Hook:
