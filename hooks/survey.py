@@ -39,8 +39,10 @@ def main(argv: Sequence[str]) -> int:
     words, env = arguments.serve_arguments(words)
     export(**env)
     found: dict[str, Any] = {}
-    with contextlib.suppress(BaseException):  # the parent reads what there is, and why it ended
+    try:
         survey(found, words if len(argv) > 1 else None, out)
+    except BaseException as error:  # the parent reads what there is, and the last line here
+        print(" ".join(f"{type(error).__name__}: {error}".split()), file=sys.stderr)
     _write(out, found)
     return 0
 

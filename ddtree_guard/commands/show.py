@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
         f"B={step.widths.budget}; widths held: {plain(widths) or 'not in this step'}",
         markup=False,
     )
-    out.print(f"written by trigger {plain(dump.trigger['kind'])}: {plain(dump.trigger['why'])}",
-              markup=False)  # fmt: skip
+    kind, why = plain(dump.trigger["kind"]), plain(dump.trigger["why"])
+    out.print(f"written by trigger {kind}{why and ': ' + why}", markup=False)
     if dump.redacted:
         out.print("redacted dump: tokens and request ids are hashes, equal where the ids are equal")
     for text in blocks((step, finding) for finding in mine):

@@ -315,7 +315,7 @@ def test_a_child_that_hangs_is_stopped() -> None:
 
 
 def test_a_step_that_ends_the_process_leaves_what_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends() -> Any:
         raise SystemExit(3)
@@ -327,6 +327,7 @@ def test_a_step_that_ends_the_process_leaves_what_was_found(
     found = json.loads(out.read_text())
     assert found["during"] == "sglang"
     assert "versions" in found["environment"]
+    assert capsys.readouterr().err.splitlines()[-1] == "SystemExit: 3"
 
 
 def test_the_doctor_itself_loads_nothing_heavy() -> None:
