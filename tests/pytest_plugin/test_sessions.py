@@ -57,7 +57,7 @@ def test_findings_fail_and_the_environment_is_put_back(
     suite.makepyfile(test_it=STEP)
     result = run("--junitxml=j.xml")
     result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["checked 2 of 2 verify steps in 1 process, 61 rules*", "*W3 x1"])
+    result.stdout.fnmatch_lines(["checked 2 of 2 verify steps in 1 process, 64 rules*", "*W3 x1"])
     changed = {k for k in {*before, *os.environ} if before.get(k) != os.environ.get(k)}
     assert {k for k in changed if k.startswith("SGLANG")} == set()
     suite_properties = ElementTree.parse(suite.path / "j.xml").iter("property")
