@@ -8,6 +8,7 @@ plugin and `ddtree-guard ci-report` read it here. The text of a finding is that 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -95,7 +96,18 @@ class Process:
             return self.why or "no reason was written"
         if self.state == ARMED and self.missing:
             return f"{self.armed_ranks} of {self.world} ranks are armed: {'; '.join(self.missing)}"
+        if self.state == ARMED and not self.rules:
+            return "it is armed with no rule at all; see SGLANG_DDTREE_GUARD_RULES"
         return ""
+
+    @property
+    def distrust(self) -> str:
+        """Why its steps may have run unchecked although it is armed; empty if nothing says so."""
+        if self.faults:
+            sites = ", ".join(f"{site} ({n}x)" for site, n in sorted(self.faults.items()))
+            return f"the guard itself failed at {sites}; see the server's log and report it"
+        lost = self.verify_steps - self.steps_checked - sum(self.skipped.values()) - self.open
+        return f"{lost} of {self.verify_steps} steps unaccounted for" if lost > 0 else ""
 
 
 def read_processes(root: Path | str, since: float = 0.0) -> list[Process]:
@@ -132,13 +144,18 @@ def read_process(path: Path) -> Process:
     for number, line in enumerate(lines[:-1], 1):
         try:
             _take(process, json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError
+        ) as error:  # fmt: skip
             raise DumpError(
                 f"{path}, line {number}: expected evidence of {SCHEMA}, found "
                 f"{type(error).__name__} ({str(error)[:80]}); remove the file if it is foreign."
             ) from None
     if not process.pid:
         process.why = "its evidence file is empty"
+    for latent, counts in ((False, process.found), (True, process.latent)):
+        told = Counter(hit.rule for hit in process.hits if hit.latent == latent)
+        counts |= told  # a full disk or a kill may cut off the counts behind a finding
     return process
 
 
@@ -157,8 +174,13 @@ def _text(path: Path) -> str:
 def _take(process: Process, line: dict[str, Any]) -> None:
     """Add one line to what is known."""
     kind = line["kind"]
-    process.last = max(process.last, float(line.get("at", 0.0)))
+    at = float(line.get("at", 0.0))
+    if not math.isfinite(at):
+        raise ValueError("at is no time")
+    process.last = max(process.last, at)
     if kind == "process":
+        if process.pid:
+            raise ValueError("a second process in one file")
         if line["schema"] != SCHEMA:
             raise ValueError(f"schema {str(line['schema'])[:40]}")
         process.pid, process.ppid = int(line["pid"]), int(line["ppid"])
@@ -189,13 +211,16 @@ def _take_state(process: Process, line: dict[str, Any]) -> None:
 
 def _take_counts(process: Process, line: dict[str, Any]) -> None:
     for name in _NUMBERS:
-        value = line[name]
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{name} is no count")
-        setattr(process, name, value)
+        setattr(process, name, _count(name, line[name]))
     for name in _COUNTS:
-        counts = {str(key): int(value) for key, value in line[name].items()}
+        counts = {str(key): _count(name, value) for key, value in line[name].items()}
         setattr(process, name, Counter(counts))
+
+
+def _count(name: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{name} is no count")
+    return value
 
 
 def _hit(line: dict[str, Any]) -> Hit:

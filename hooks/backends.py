@@ -113,8 +113,10 @@ class BackendGuard(ServerGuard):
         self._steps += 1
         self.coverage.verify_steps += 1
         record = Record(step.who.step_id or self._steps, (), step.who.rids, step=step)
-        record.findings = list(self.guard.check(step).findings)
-        record.checked = True
+        report = self.guard.check(step)
+        record.findings = list(report.findings)
+        record.checked = bool(report.checked)
+        record.why = "" if record.checked else "no rule could be evaluated on this step"
         self._settle(record, tokens_left=None)
 
 

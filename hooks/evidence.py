@@ -48,7 +48,7 @@ class Evidence:
         self, config: Config, run: str, rank: str, release: str, counters: Counters | None = None
     ) -> None:
         safe = re.sub(r"[^A-Za-z0-9.-]+", "-", rank).strip("-") or "rank"
-        self.path = config.dump_dir / run / f"evidence_{safe}_pid{os.getpid()}.jsonl"
+        self.path = _free(config.dump_dir / run, safe)
         self.fence = config.dump_dir / FENCE
         self.counters = counters or _nothing
         self._stops = config.mode is Mode.RAISE
@@ -247,6 +247,15 @@ def _forget_old(root: Path) -> None:
         for when, path in sorted(found, reverse=True)[SPARED:]:
             if FILE.fullmatch(path.name) and time.time() - when > OLD_S:
                 path.unlink()
+
+
+def _free(folder: Path, rank: str) -> Path:
+    """A name that no earlier process has: containers that restart begin with the same pids."""
+    name, again = f"evidence_{rank}_pid{os.getpid()}.jsonl", 1
+    while os.path.lexists(folder / name) and again < 1000:
+        again += 1
+        name = f"evidence_{rank}.{again}_pid{os.getpid()}.jsonl"
+    return folder / name
 
 
 def _write(path: Path, data: bytes, how: int) -> None:

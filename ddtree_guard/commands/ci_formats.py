@@ -50,6 +50,7 @@ def _case(suite: ElementTree.Element, name: str, failure: str, process: Process 
 def _failure(process: Process) -> str:
     """What is wrong with one process."""
     told = [f"NOT GUARDED: {process.problem}"] if process.problem else []
+    told += [process.distrust] if process.distrust else []
     told += [f"{n} steps ran unchecked: {why}" for why, n in sorted(process.skipped.items())]
     told += [hit.text for hit in process.hits if not hit.latent]
     missing = process.found - type(process.found)(h.rule for h in process.hits if not h.latent)

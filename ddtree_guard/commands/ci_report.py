@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -53,6 +54,7 @@ class Verdict:
     def not_guarded(self) -> list[str]:
         """Why the run as a whole cannot be trusted."""
         told = [f"NOT GUARDED: {p.name}: {p.problem}" for p in self.processes if p.problem]
+        told += [f"{p.name}: {p.distrust}" for p in self.processes if p.distrust]
         if not self.checked:
             told.append(f"{NO_STEP}: {self._why_none()}")
         return told
@@ -87,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
     processes = [] if _absent(folder) else read_processes(folder, _since(args.since))
     verdict = Verdict(folder, processes)
     if args.junit:
-        Path(args.junit).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.junit).write_text(ci_formats.junit(verdict), encoding="utf-8")
+        _write(Path(args.junit), ci_formats.junit(verdict))
     if args.json:
         print(json.dumps(as_json(verdict), indent=1))
     else:
@@ -97,6 +98,17 @@ def run(args: argparse.Namespace) -> int:
         # the runner reads both streams; JSON on stdout must stay JSON
         print("\n".join(ci_formats.github(verdict)), file=sys.stderr if args.json else None)
     return verdict.exit_code
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(
+            f"--junit {str(path)!r} cannot be written ({why}); give a file that can."
+        ) from None
 
 
 def _absent(folder: Path) -> bool:
@@ -109,12 +121,14 @@ def _since(text: str | None) -> float:
     if not text:
         return 0.0
     try:
-        return float(text)
+        seconds = float(text)
+        if math.isfinite(seconds):
+            return seconds
     except ValueError:
         pass
     try:
         return datetime.fromisoformat(text).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError, OSError):
         raise UsageError(
             f"--since {text[:60]!r} is no time; give seconds since the epoch (`date +%s`) or "
             "2026-12-31T12:00:00."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class Case:
     news: News = field(default_factory=News)
     taken: list[Charge] = field(default_factory=list)
     open_expectations: list[str] = field(default_factory=list)
+    _judged: tuple[int, Counter[str], int] = (0, Counter(), 0)
 
     def findings(self) -> list[Charge]:
         """Findings that count: read by the kernel, caused here, and not expected by a block."""
@@ -39,14 +41,28 @@ class Case:
             return []
         found = self.findings()
         told = [*self.open_expectations, *unexpected(found, self.wish.expect, self._seen())]
-        told += self.news.problems
         if self.wish.steps_required and not self.news.steps_checked:
             told.append("guard saw no verify step in this test, and its marker requires some")
-        skipped = sum(self.news.skipped.values())
-        if skipped:
-            why = "; ".join(f"{n}: {why}" for why, n in sorted(self.news.skipped.items()))
-            told.append(f"{_plural(skipped, 'verify step')} ran unchecked ({why})")
-        return told
+        return told + distrust(self.news)
+
+    def judge(self) -> None:
+        """Remember what is known now; `rest` gives what fixtures still learn afterwards."""
+        news = self.news
+        self._judged = len(news.charges), news.skipped.copy(), len(news.problems)
+
+    def untold(self, problems: list[str]) -> list[str]:
+        """Those that this test has not told."""
+        return [text for text in problems if text not in self.news.problems]
+
+    def rest(self) -> News:
+        """What a fixture has taken in after the test was judged."""
+        charges, skipped, problems = self._judged
+        news = self.news
+        return News(
+            [dataclasses.replace(c, cause=self.test) for c in news.charges[charges:]],
+            skipped=news.skipped - skipped,
+            problems=news.problems[problems:],
+        )
 
     def _seen(self) -> str:
         return f"{_plural(self.news.steps_checked, 'verify step')} checked"
@@ -69,6 +85,16 @@ class Case:
             "latent": dict(Counter(c.hit.rule for c in news.charges if c.hit.latent)),
             "complaints": self.complaints(),
         }
+
+
+def distrust(news: News) -> list[str]:
+    """Why steps may have run unchecked, in paragraphs."""
+    told = list(news.problems)
+    skipped = sum(news.skipped.values())
+    if skipped:
+        why = "; ".join(f"{n}: {why}" for why, n in sorted(news.skipped.items()))
+        told.append(f"{_plural(skipped, 'verify step')} ran unchecked ({why})")
+    return told
 
 
 def unexpected(found: list[Charge], expect: Iterable[str] | None, seen: str) -> list[str]:

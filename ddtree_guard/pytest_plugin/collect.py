@@ -74,6 +74,7 @@ class _Seen:
     found: Counter[str] = field(default_factory=Counter)
     latent: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
     mark: int = 0
     told: str = ""
 
@@ -173,17 +174,23 @@ class Collector:
         for latent in (False, True):
             mine = [hit for hit in new if hit.latent == latent]
             counts = (process.latent - seen.latent) if latent else (process.found - seen.found)
-            news.charges += _charges(mine, counts, process, seen)
+            news.charges += _charges(mine, counts, process, seen, latent)
         news.verify_steps += process.verify_steps - seen.verify_steps
         news.steps_checked += process.steps_checked - seen.steps_checked
         news.skipped += process.skipped - seen.skipped
+        faults = process.faults - seen.faults
+        if faults and process.path in self._files:  # this process tells its own as unchecked steps
+            news.problems.append(f"{process.name}: {process.distrust}")
+        seen.faults = process.faults.copy()
         seen.hits = max([seen.hits, *(hit.number for hit in new)])
         seen.verify_steps, seen.steps_checked = process.verify_steps, process.steps_checked
         seen.found, seen.latent = process.found.copy(), process.latent.copy()
         seen.skipped = process.skipped.copy()
 
 
-def _charges(hits: list[Hit], counts: Counter[str], process: Process, seen: _Seen) -> list[Charge]:
+def _charges(
+    hits: list[Hit], counts: Counter[str], process: Process, seen: _Seen, latent: bool
+) -> list[Charge]:
     """The findings in words, and those of which only the number is known."""
     found = []
     for hit in hits:
@@ -193,10 +200,10 @@ def _charges(hits: list[Hit], counts: Counter[str], process: Process, seen: _See
         more = count - sum(hit.rule == rule for hit in hits)
         if more > 0:
             like = next((h for h in reversed([*process.hits, *hits]) if h.rule == rule), None)
-            if like is not None:
-                text = f"{rule}: {more} more, counted only"
-                hit = _again(like, text)
-                found.append(Charge(hit, process.name, None, more))
+            text = f"{rule}: {more} more, counted only"
+            if like is None:  # a storm of another rule has taken its words away
+                like = Hit(rule, 0, latent, text, text, text, None, process.last, 0)
+            found.append(Charge(_again(like, text), process.name, None, more))
     return found
 
 

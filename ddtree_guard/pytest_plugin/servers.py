@@ -125,6 +125,8 @@ class Servers:
 def is_server(words: Sequence[Any]) -> bool:
     """Whether a command starts an SGLang server."""
     texts = [_text(word) for word in words]
+    if len(texts) > 2 and texts[1] == "-c" and "sglang" in texts[2]:  # a shell's command
+        texts = texts[2].split()
     serves = any(Path(t).name == "sglang" for t in texts) and "serve" in texts
     return serves or any(
         "sglang.launch_server" in t or t.endswith("launch_server.py") for t in texts
@@ -142,8 +144,9 @@ def unguarded(starts: Sequence[Start], new: Sequence[Process]) -> list[Start]:
     """
     mine = os.getpid()
     servers = {p.pid if p.ppid == mine else p.ppid for p in new}
-    missing = max(0, len(starts) - len(servers))
-    return sorted(starts, key=lambda start: not start.why)[:missing]
+    certain = [s for s in starts if s.why and f"{PREFIX}=" not in s.command]
+    others = sorted((s for s in starts if s not in certain), key=lambda start: not start.why)
+    return certain + others[: max(0, len(others) - len(servers))]
 
 
 def sentence(start: Start) -> str:

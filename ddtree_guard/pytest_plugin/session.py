@@ -14,7 +14,7 @@ import pytest
 from ddtree_guard import config as environment
 from ddtree_guard.errors import Violation
 from ddtree_guard.evidence import FENCE
-from ddtree_guard.pytest_plugin.case import Case, as_json, late
+from ddtree_guard.pytest_plugin.case import Case, as_json, distrust, late
 from ddtree_guard.pytest_plugin.collect import Charge, Collector
 from ddtree_guard.pytest_plugin.local import Local
 from ddtree_guard.pytest_plugin.servers import Servers
@@ -40,6 +40,8 @@ class Session:
         self._before = environment.guards_variables()
         self._case: Case | None = None
         self._class: list[Charge] = []  # late findings of the class (or module) that runs
+        self._loose: list[str] = []  # what was wrong between two tests
+        self._told: list[str] = []  # complaints about the test that runs
         self._late: list[dict[str, Any]] = []  # those told at the end of the last test
         self._started = False
         if not self.controller:
@@ -77,7 +79,12 @@ class Session:
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """A test begins: also with what its class and module fixtures do."""
         wish, wrong = self._wish(item)
-        self._class += self.collector.news().charges
+        between = self.collector.news()
+        if self._case is not None:
+            between.problems = self._case.untold(between.problems)
+        self._class += between.charges
+        self._loose += distrust(between)
+        self._told = []
         self._case = Case(item.nodeid, wish)
         item.user_properties[:] = [p for p in item.user_properties if not p[0].startswith(_OWN)]
         self._use(wish)
@@ -138,16 +145,18 @@ class Session:
         case.news.problems += self.collector.fence()
         self._take(case, ended=True)
         self.collector.mark(item.nodeid)
+        case.judge()
         complaints = case.complaints()
         item.user_properties += self._properties(case)
         hidden = getattr(item, "_excinfo", None) or []  # unittest keeps failures and skips there
         skipped = bool(hidden) and isinstance(hidden[0].value, pytest.skip.Exception)
         if skipped or isinstance(failure, pytest.skip.Exception):
-            complaints = complaints if case.findings() else []
+            complaints = complaints if case.findings() or case.news.skipped else []
         if skipped and complaints:
             hidden.clear()
         elif complaints and (hidden or failure is not None):
             item.add_report_section(when, SECTION, _text(complaints))
+        self._told = complaints
         return complaints
 
     def _expected(self, failure: BaseException) -> bool:
@@ -188,25 +197,51 @@ class Session:
 
     def _after(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[str]:
         """What was found since the test's own window, and, where its class ends, for the class."""
+        ends = nextitem is None or _scope(nextitem) is not _scope(item)
+        late_ones = self.collector.fence() if ends else []
         news, case = self.collector.news(), self.case()
-        found = [c for c in news.charges if not c.hit.latent] if case.wish.on else []
+        news.problems = case.untold([*late_ones, *news.problems])
+        news.add(case.rest())
+        found = [c for c in news.charges if not c.hit.latent and self._owned(c)]
         mine = [c for c in found if c.cause == item.nodeid]
         self._class += [c for c in found if c not in mine]
         told = [late(mine, "this test")] if mine else []
+        told += distrust(news) if case.wish.on else []
         self._late = [as_json(c) for c in mine]
-        if nextitem is None or _scope(nextitem) is not _scope(item):
+        if ends:
             ended = [c for c in self._class if not c.hit.latent]
             told += [late(ended, _scope(item).nodeid)] if ended else []
             self._late += [as_json(c) for c in ended]
-            self._class = []
+            told += self._loose
+            self._class, self._loose = [], []
         return told
 
-    @pytest.hookimpl(wrapper=True)
+    def _owned(self, charge: Charge) -> bool:
+        """Whether a finding between two tests counts: not if it is of a test that is off."""
+        case = self.case()
+        return case.wish.on or charge.cause not in (None, case.test)
+
+    def _rest(self) -> list[str]:
+        """What was found after the last test had ended."""
+        if self._case is None:
+            return []
+        problems = self.collector.fence()
+        news = self.collector.news()
+        news.problems = self._case.untold([*problems, *news.problems])
+        found = [c for c in [*self._class, *news.charges] if not c.hit.latent and self._owned(c)]
+        told = [late(found, "the session")] if found else []
+        return told + self._loose + (distrust(news) if self._case.wish.on else [])
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Send what is known along with the report; xdist carries it to the controller."""
         report = yield
+        if self._told and call.when != "teardown" and hasattr(report, "wasxfail"):
+            # a broken invariant is no failure that `xfail` has foreseen: that is said by `expect`
+            del report.wasxfail
+            report.outcome, report.longrepr = "failed", _text(self._told)
         if (
             self._case is not None
             and (call.when == "call" or report.failed)
@@ -235,15 +270,19 @@ class Session:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """A worker of xdist has ended."""
-        self.summary.processes += getattr(node, "workeroutput", {}).get("ddtree_guard", [])
+        output = getattr(node, "workeroutput", {})
+        self.summary.processes += output.get("ddtree_guard", [])
+        self.summary.rest += output.get("ddtree_guard_rest", [])
 
     @pytest.hookimpl(tryfirst=True)  # before JUnit XML is written
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail a session that saw no step; write the report."""
         if not self.controller:
+            self.summary.rest += self._rest()
             self.summary.processes += [self.summary.process(p) for p in self.collector.processes()]
         if self.worker:
             self.config.workeroutput["ddtree_guard"] = self.summary.processes  # type: ignore[attr-defined]
+            self.config.workeroutput["ddtree_guard_rest"] = self.summary.rest  # type: ignore[attr-defined]
             return
         if self.summary.failure() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,10 +77,28 @@ def settings_of(config: pytest.Config) -> Settings:
         shadow_every=setting(config, "ddtree-guard-shadow-every"),
     )
     try:
-        Guard(found.config(Wish(found.mode, found.rules)))
+        _require_rules(Guard(found.config(Wish(found.mode, found.rules))))
     except UsageError as error:
         raise pytest.UsageError(f"ddtree_guard: {error}") from None
+    try:
+        found.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=found.folder):
+            pass
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise pytest.UsageError(
+            f"--ddtree-guard-dump-dir: evidence cannot be written to {found.folder} ({why})."
+        ) from None
     return found
+
+
+def _require_rules(guard: Guard) -> None:
+    """Raise UsageError for a selection by which nothing is checked."""
+    if not guard.rules:
+        raise UsageError(
+            "no rule is left of this selection, so that nothing would be checked; to guard nothing "
+            "say off."
+        )
 
 
 def _folder(config: pytest.Config, start: Path) -> Path:
@@ -107,21 +126,45 @@ def _wish(values: Mapping[str, Any], settings: Settings) -> Wish:
     mode = str(values.get("mode", settings.mode.value))
     if mode not in [m.value for m in Mode]:
         raise UsageError(f"mode={mode!r} of its marker is not a mode. Use off, log or raise.")
-    rules = values.get("rules", settings.rules)
-    rules = rules if isinstance(rules, str) else ",".join(rules)
-    Guard(Config(rules=RuleSelection.parse(rules)))
-    expect = values.get("expect")
-    if isinstance(expect, str):
-        expect = [expect]
+    rules = ",".join(_names(values, "rules") or ()) if "rules" in values else settings.rules
+    guard = Guard(Config(rules=RuleSelection.parse(rules)))
+    expect = _names(values, "expect")
     steps = values.get("steps")
     if steps not in (None, "required"):
         raise UsageError(f"steps={steps!r} of its marker is not understood. Write 'required'.")
+    device = values.get("device")
+    if device not in (None, "cuda", "cpu"):
+        raise UsageError(f"device={device!r} of its marker is not understood. Write 'cuda'.")
+    if mode == Mode.OFF.value:
+        if expect or steps:
+            raise UsageError("its marker says mode='off' and yet what must be seen; drop one.")
+    else:
+        _require_rules_of_marker(guard)
     return Wish(
         mode=Mode(mode),
         rules=rules,
         expect=None if expect is None else frozenset(find_rule(name).id for name in expect),
         steps_required=steps == "required",
     )
+
+
+def _require_rules_of_marker(guard: Guard) -> None:
+    try:
+        _require_rules(guard)
+    except UsageError as error:
+        raise UsageError(f"its marker: {error}") from None
+
+
+def _names(values: Mapping[str, Any], name: str) -> list[str] | None:
+    """The rules that an argument of a marker names: one word, or a list of words."""
+    found = values.get(name)
+    if found is None or isinstance(found, str):
+        return None if found is None else [found]
+    if not isinstance(found, (list, tuple, set, frozenset)) or not all(
+        isinstance(word, str) for word in found
+    ):
+        raise UsageError(f"{name}={found!r} of its marker is no rule and no list of rules.")
+    return list(found)
 
 
 def _check(marker: pytest.Mark, item: pytest.Item) -> None:

@@ -37,6 +37,7 @@ class Summary:
         self.tests: dict[str, dict[str, Any]] = {}
         self.attempts: list[dict[str, Any]] = []  # runs of a test that were run again
         self.skipped: Counter[str] = Counter()
+        self.rest: list[str] = []  # what was found after the last test
         self._lost = ""
 
     # --- the start ------------------------------------------------------------------------------
@@ -107,6 +108,9 @@ class Summary:
 
     def failure(self) -> str:
         """Why the session fails as a whole; empty if it does not."""
+        return "\n\n".join([*self.rest, *filter(None, [self._no_step()])])
+
+    def _no_step(self) -> str:
         guarded = [r for r in self.runs if r["mode"] != "off" and r["outcome"] in _RAN]
         if not guarded or self.total("steps_checked"):
             return ""

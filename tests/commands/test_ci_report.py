@@ -206,3 +206,120 @@ def test_links_pipes_and_large_files_are_not_read(
         file.truncate(1 << 30)
     code, out = ask(capsys, str(tmp_path))
     assert (code, "too large" in out) == (4, True)
+
+
+HEAD = {
+    "kind": "process", "schema": "ddtree-guard-evidence/1", "pid": 1, "ppid": 1, "rank": "TP0",
+    "mode": "log", "release": "0.5.16", "at": 1.0,
+}  # fmt: skip
+STATE = {"kind": "state", "state": "armed", "why": "", "rules": 61, "world": 1, "armed": 1}
+COUNTS: dict[str, Any] = {
+    "kind": "steps", "steps": 3, "verify_steps": 3, "steps_checked": 3, "open": 0, "skipped": {},
+    "faults": {}, "found": {}, "latent": {}, "at": 2.0,
+}  # fmt: skip
+HIT = {
+    "kind": "finding", "rule": "W3", "step": 1, "latent": False, "headline": "h", "text": "t",
+    "line": "l", "dump": None, "at": 2.0, "number": 1,
+}  # fmt: skip
+
+
+def put(tmp_path: Path, *lines: dict[str, Any], end: str = "\n") -> str:
+    folder = tmp_path / "dumps" / "run-1"
+    folder.mkdir(parents=True)
+    text = "\n".join(json.dumps(line) for line in lines) + end
+    (folder / "evidence_TP0_pid1.jsonl").write_text(text)
+    return str(tmp_path / "dumps")
+
+
+def test_a_finding_counts_where_its_count_was_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = put(tmp_path, HEAD, STATE, COUNTS, HIT, end='\n{"kind": "steps", "st')
+    assert ask(capsys, folder)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{**HEAD, "pid": float("inf")}],
+        [{**HEAD, "at": float("nan")}],
+        [HEAD, STATE, {**COUNTS, "found": {"W3": -1}}],
+        [HEAD, STATE, {**COUNTS, "skipped": {"x": 1.5}}],
+        [HEAD, STATE, {**COUNTS, "steps_checked": 10**60}],
+        [HEAD, STATE, {**HIT, "step": float("inf")}],
+        [HEAD, STATE, {**COUNTS, "found": {"W3": 1}}, HEAD, STATE, COUNTS],
+    ],
+)  # fmt: skip
+def test_numbers_that_are_no_counts_are_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[dict[str, Any]]
+) -> None:
+    code, said = ask(capsys, put(tmp_path, *lines))
+    assert code == 4
+    assert "expected evidence of" in said
+    assert "fault of ddtree-guard" not in said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"steps_checked": 1, "kind": "steps"}, "2 of 3 steps unaccounted for"),
+        ({"faults": {"judge": 3}}, "the guard itself failed at judge (3x)"),
+    ],
+)
+def test_steps_that_nobody_accounts_for_are_no_clean_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    code, said = ask(capsys, put(tmp_path, HEAD, STATE, {**COUNTS, **change}))
+    assert (code, words in said) == (3, True), said
+
+
+def test_a_process_armed_without_a_rule_is_three(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = ask(capsys, put(tmp_path, HEAD, {**STATE, "rules": 0}, COUNTS))
+    assert code == 3
+    assert "no rule" in said
+
+
+@pytest.mark.parametrize("since", ["nan", "inf", "-inf", "1e999", "9999-99-99", "0001-01-01"])
+def test_a_since_that_is_no_time_is_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], since: str
+) -> None:
+    code, said = ask(capsys, put(tmp_path, HEAD, STATE, COUNTS), f"--since={since}")
+    assert code == 2
+    assert "is no time" in said
+
+
+@pytest.mark.parametrize("junit", ["dumps", "file/j.xml", "/proc/none/j.xml"])
+def test_junit_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], junit: str
+) -> None:
+    folder = put(tmp_path, HEAD, STATE, COUNTS)
+    (tmp_path / "file").write_text("")
+    code, said = ask(capsys, folder, f"--junit={tmp_path / junit}")
+    assert code == 2
+    assert "--junit" in said
+    assert "fault of ddtree-guard" not in said
+
+
+@pytest.mark.parametrize("rank", ["\ud800", "\ufffe\uffff", "\x00\x1b[31m", "]]><x>&\u2028"])
+def test_words_that_xml_cannot_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rank: str
+) -> None:
+    hit = {**HIT, "text": rank, "rule": rank}
+    counts = {**COUNTS, "found": {rank: 2}, "skipped": {rank: 1}}
+    folder = put(tmp_path, {**HEAD, "rank": rank}, STATE, hit, counts)
+    junit = tmp_path / "j.xml"
+    code, said = ask(capsys, folder, f"--junit={junit}", "--github")
+    assert (code, "\x1b" in said) == (1, False)
+    ElementTree.parse(junit)
+
+
+def test_a_run_folder_that_is_a_link_is_not_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(put(tmp_path, HEAD, STATE, COUNTS))
+    (folder / "run-1").rename(tmp_path / "elsewhere")
+    (folder / "run-1").symlink_to(tmp_path / "elsewhere")
+    code, _ = ask(capsys, str(folder))
+    assert code in (2, 3)
