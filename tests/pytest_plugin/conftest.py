@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -11,10 +12,14 @@ from typing import Any
 
 import pytest
 
-# an inner session drops what it imports; NumPy can be imported once only
+# an inner session drops what it imports; NumPy and torch can be imported once only
 import ddtree_guard.hooks.boot
 import ddtree_guard.pytest_plugin.session
 import ddtree_guard.testing.examples  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import torch  # noqa: F401
+    import triton  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = [p.name for p in importlib.metadata.entry_points(group="pytest11")]
