@@ -69,8 +69,9 @@ class Verdict:
         hint = (
             f"; SGLANG_PLUGINS={plugins} is set here: does it name ddtree_guard" if plugins else ""
         )
+        missing = ", which does not exist" if _absent(self.folder) else ""
         return (
-            f"no process left evidence in {self.folder}; was the suite run with "
+            f"no process left evidence in {self.folder}{missing}; was the suite run with "
             "SGLANG_DDTREE_GUARD=log and SGLANG_DDTREE_GUARD_DUMP_DIR set to this folder, and is "
             f"ddtree-guard installed where its servers run{hint}?"
         )

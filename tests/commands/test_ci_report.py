@@ -83,6 +83,7 @@ def test_findings_are_one_with_their_words(
     ("states", "words"),
     [
         ([], "no process left evidence"),
+        ([], "dumps, which does not exist; was the suite run with"),
         ([(NOT_ARMED, "no hooks")], "NOT GUARDED: run-*TP0*: no hooks"),
         ([(IDLE, "no speculative algorithm is active")], "no speculative algorithm is active"),
     ],
