@@ -11,6 +11,7 @@ the middle. Only folders named like a dump are ever removed.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import time
@@ -66,7 +67,8 @@ def _remove(dump: Path) -> None:
 def size(folder: Path) -> int:
     """Bytes of the files in a folder; what has gone meanwhile counts nothing."""
     total = 0
-    for path in folder.glob("*"):
-        with contextlib.suppress(OSError):
-            total += path.lstat().st_size
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                total += entry.stat(follow_symlinks=False).st_size
     return total

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ddtree_guard.dump.rotate import rotate
+from ddtree_guard.dump.rotate import rotate, size
 
 
 def dump(root: Path, run: str, at: int, rule: str, pid: int = 7, size: int = 10) -> Path:
@@ -56,3 +58,22 @@ def test_the_caps_hold_whatever_is_first(tmp_path: Path, keep: int) -> None:
     assert len(left) == min(keep, 4)
     assert made[-1] in left
     assert keep < 2 or made[0] in left
+
+
+def test_a_dump_that_goes_while_it_is_sized_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = os.scandir
+
+    def gone(path: Any = ".") -> Any:
+        if Path(path).name == "gone":
+            (Path(path) / "blob").unlink()  # another process rotates
+            Path(path).rmdir()
+        return here(path)
+
+    folders = tmp_path / "kept", tmp_path / "gone"
+    for folder in folders:
+        folder.mkdir()
+        (folder / "blob").write_bytes(b"12345")
+    monkeypatch.setattr(os, "scandir", gone)
+    assert [size(folder) for folder in folders] == [5, 0]
