@@ -40,8 +40,9 @@ def test_width_is_the_batchs_then_the_budgets_then_the_backends() -> None:
     assert verify_width(backend, runner, facts, None) == 8
 
 
-@pytest.mark.parametrize("choice", ["stock", "corrected"])
-@pytest.mark.parametrize("budget", [7, 16, 33])
+@pytest.mark.parametrize(
+    ("choice", "budget"), [("stock", 7), ("corrected", 7), ("corrected", 16), ("corrected", 33)]
+)
 def test_of_a_large_captured_mask_only_the_reachable_part_is_read(
     choice: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
