@@ -18,7 +18,8 @@ COMMANDS = ("check", "show", "explain", "diff", "ranks", "recompute", "bundle", 
 
 
 @pytest.fixture
-def dump(tmp_path: Path) -> Path:
+def dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)  # `bundle` writes to the working directory
     widths = Widths(w=17, holders={"backend": 8}, block=8, budget=16)
     step = Step(bs=0, padded_bs=0, widths=widths, who=Who(algorithm="DDTREE"))
     findings = Guard().check(step, (Site.INIT,)).findings
