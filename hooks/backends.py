@@ -49,7 +49,7 @@ class _NoCertificates(Certificates):
 class BackendGuard(ServerGuard):
     """Judges every verify launch of the backends of this process. `active` False: looks away."""
 
-    def __init__(self, config: Config, listener: Any) -> None:
+    def __init__(self, config: Config, listener: Listener) -> None:
         super().__init__(config, rank="test", run=f"inprocess-{os.getpid()}")
         self.evidence = listener
         self.certificates = _NoCertificates()
