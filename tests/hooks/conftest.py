@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,22 @@ class Store:
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards leave evidence and dumps in the working directory unless told otherwise."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def with_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes guards whose checker is the device's, on the CPU."""
+    from ddtree_guard.hooks import arm
+
+    made = arm.ServerGuard
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        guard = made(*args, **kwargs)
+        guard.checker = arm.device_checker(guard)
+        monkeypatch.setattr(guard.checker, "self_test", lambda: "")  # has its own tests
+        return guard
+
+    return make
 
 
 @pytest.fixture

@@ -36,17 +36,11 @@ def _case(algorithm: str, graph: bool) -> VerifyCase:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_device: Callable[..., Any]
+) -> Iterator[Callable[..., Any]]:
     """Starts servers whose guard checks on the "device"; captured checks run at each replay."""
     from ddtree_guard.testing.server import MiniServer
-
-    made = arm.ServerGuard
-
-    def with_device(*args: Any, **kwargs: Any) -> Any:
-        guard = made(*args, **kwargs)
-        guard.checker = arm.device_checker(guard)
-        monkeypatch.setattr(guard.checker, "self_test", lambda: "")  # has its own tests
-        return guard
 
     monkeypatch.setattr(arm, "ServerGuard", with_device)
 

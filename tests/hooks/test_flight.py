@@ -51,17 +51,13 @@ def _case(algorithm: str = "DDTREE", graph: bool = False) -> VerifyCase:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_device: Callable[..., Any]
+) -> Iterator[Callable[..., Any]]:
     """Starts guarded servers, with the device checker on the CPU where asked for."""
     from ddtree_guard.testing.server import MiniServer
 
     made = arm.ServerGuard
-
-    def with_device(*args: Any, **kwargs: Any) -> Any:
-        guard = made(*args, **kwargs)
-        guard.checker = arm.device_checker(guard)
-        monkeypatch.setattr(guard.checker, "self_test", lambda: "")  # has its own tests
-        return guard
 
     def make(case: VerifyCase, device: bool = False, **config: Any) -> Any:
         monkeypatch.setattr(arm, "ServerGuard", with_device if device else made)
