@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -102,11 +102,13 @@ def paths() -> list[str]:
     return [str(here.parent), str(here), str(write_plugins())]
 
 
-def unused_models() -> str:
-    """SGLang's model files but those of the tiny model: an engine imports hundreds otherwise."""
+def unused_models(more: Set[str] = frozenset()) -> str:
+    """SGLang's model files but those of the tiny model and `more`: an engine imports hundreds
+    otherwise.
+    """
     spec = find_spec("sglang")
     roots = [] if spec is None else spec.submodule_search_locations or []
-    kept = {"qwen2", "qwen3", "dflash", "utils", "registry", "__init__"}
+    kept = {"qwen2", "qwen3", "dflash", "utils", "registry", "__init__", *more}
     names = {path.stem for root in roots for path in Path(root).glob("srt/models/*.py")}
     return ",".join(sorted(names - kept))
 

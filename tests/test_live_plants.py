@@ -44,6 +44,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize(
     ("algorithm", "rule"),
     [("NGRAM", "W3"), ("NGRAM", "A1"), ("NGRAM", "A4"), ("EAGLE", "P1"), ("EAGLE", "M2"),
+     ("EAGLE", "W3"), ("EAGLE", "A1"), ("EAGLE", "A4"), ("EAGLE", "G4"), ("NGRAM", "G4"), ("DDTREE", "A4"), ("DDTREE", "A1"),
      ("DFLASH", "K2"), ("DFLASH", "P1"), ("DFLASH", "G4"), ("DFLASH", "A4"), ("DDTREE", "G4"),
      ("DDTREE", "A3")],
 )  # fmt: skip
