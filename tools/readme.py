@@ -312,6 +312,7 @@ def shadow_engines() -> str:
     """Engines with every fourth step shadowed."""
     rows = [
         [
+            row["release"],
             row["algorithm"] + (", stock backend" if row["incident"] else ""),
             "on" if row["graphs"] else "off",
             row["planted"] or "-",
@@ -323,7 +324,7 @@ def shadow_engines() -> str:
         for row in load("shadow")["rows"]
     ]
     head = (
-        "algorithm", "graphs", "planted", "verify steps", "shadowed",
+        "SGLang", "algorithm", "graphs", "planted", "verify steps", "shadowed",
         "largest error of a right step, of what is allowed", "rules found",
     )  # fmt: skip
     return table(head, sorted(rows, key=str))

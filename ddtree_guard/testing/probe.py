@@ -7,7 +7,8 @@ or a benchmark puts one on the path; it is no part of an installed guard. It rea
                                      without a guard only the GPU memory that it holds
     DDTREE_GUARD_PROBE_ASKED=on      ... and only while there is no FILE: delete it to ask
     DDTREE_GUARD_PROBE_PLANT=W3@50   the fault of W3 in the first verify step from the 50th on that
-                                     can hold it: bs >= 2, on the last request
+                                     can hold it: bs >= 2, on the last request; W3@50+ in all
+                                     steps from then on
 
 Further faults: each line added to the file that is named like FILE, ending in .plant, is a rule,
 planted at once.
@@ -39,7 +40,8 @@ def load() -> None:
 def _run() -> None:
     target = Path(setting("DDTREE_GUARD_PROBE"))
     rule, _, step = setting("DDTREE_GUARD_PROBE_PLANT").partition("@")
-    first = [(rule, int(step or 1))] if rule else []
+    always = step.endswith("+")
+    first = [(rule, int(step.rstrip("+") or 1))] if rule else []
     plans: list[dict[str, Any]] = []
     asked = bool(setting("DDTREE_GUARD_PROBE_ASKED"))
     while True:
@@ -53,6 +55,7 @@ def _run() -> None:
         guard = arm.GUARDS[-1]
         for rule, step_id in [*first, *((name, 1) for name in _asked(target))][len(plans) :]:
             plans.append({"rule": rule, "from": step_id, "at": None})
+            plans[-1] |= {"always": True} if always and len(plans) == 1 else {}
             plant_at(guard, plans[-1])
         _write(target, {**counters(guard), "planted": plans[0] if plans else None, "plants": plans})
 
