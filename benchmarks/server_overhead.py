@@ -36,6 +36,7 @@ CONCURRENCY = (8, 32, 1)  # the ones that matter most first
 MODES = {"guard": "log", "kv_canary": "log", "control": "off"}
 POOL = 24_000  # KV slots: 32 requests with their lookahead, and their prompts in the radix cache
 LENGTHS = (32, 512)  # new tokens of a request
+START_S, TOOL_S = 150.0, 30.0  # most seconds until the engines that matter are up; then the others
 GATE, LOW = 0.995, 0.99  # what the median and the interval's lower end must reach
 
 
@@ -81,7 +82,7 @@ class Bench:
     def block(self, tool: str, case: Case) -> dict[str, Any]:
         """One block on one engine."""
         return self.children[tool].ask(
-            60, do="block", concurrency=case.concurrency, length=case.length, warm_s=self.warm_s
+            150, do="block", concurrency=case.concurrency, length=case.length, warm_s=self.warm_s
         )
 
     def round(self, tool: str, case: Case) -> None:
@@ -163,16 +164,16 @@ def processors(parts: int) -> list[list[int]]:
     """
     if parts == 1:
         return [sorted(os.sched_getaffinity(0))]
-    known = Path("/sys/devices/system/cpu")
-    cores = {
-        (known / f"cpu{n}/topology/thread_siblings_list").read_text().strip(): n
-        for n in range(os.cpu_count() or 1)
-        if (known / f"cpu{n}/topology/thread_siblings_list").exists()
-    }
-    names = sorted(cores, key=lambda name: int(name.replace("-", ",").split(",")[0]))
+    names = sorted({_siblings(n) for n in range(os.cpu_count() or 1)}, key=_spelled)
     share = len(names) // parts
     groups = [names[at * share : (at + 1) * share] for at in range(parts)]
     return [sorted(n for name in group for n in _spelled(name)) for group in groups]
+
+
+def _siblings(processor: int) -> str:
+    """The threads of a processor's core, as the kernel spells them; itself where it does not."""
+    path = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
+    return path.read_text().strip() if path.exists() else str(processor)
 
 
 def _spelled(text: str) -> list[int]:
@@ -191,8 +192,9 @@ def start(wanted: list[Cell], deadline: float, warm_s: float) -> tuple[list[Benc
         cell = child.cell
         cases = [Case(c) for c in CONCURRENCY]
         bench = benches.setdefault(cell.w, Bench(cell.w, {}, {}, cases, warm_s))
+        patience = START_S if cell.tool in ("off", "guard") else TOOL_S  # others are started by now
         try:
-            ready = child.answer(min(150.0, deadline - time.monotonic() - 30))
+            ready = child.answer(min(patience, deadline - time.monotonic() - 30))
             bench.children[cell.tool] = child
             bench.facts[cell.tool] = {name: ready[name] for name in ("start_s", "release")}
         except RuntimeError as error:

@@ -396,7 +396,8 @@ async def _stream(engine: Any, prompts: list[Any], length: int) -> tuple[int, in
 def _serve(cell: Cell) -> None:
     """The child's loop: start, answer commands, end when stdin does."""
     if cell.cpus:
-        os.sched_setaffinity(0, cell.cpus)
+        with contextlib.suppress(OSError):  # a container may have taken some away
+            os.sched_setaffinity(0, cell.cpus)
     models = write_model(Path(cell.folder) / "models", cell.shape, cell.vocab)
     begun = time.monotonic()
     import sglang
