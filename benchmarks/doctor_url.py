@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -240,6 +241,7 @@ def _ask(server: Server, port: int, again: int) -> dict[str, Any]:
 
 
 def _serve(values: dict[str, Any]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the script that started this process
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
