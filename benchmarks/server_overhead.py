@@ -215,6 +215,7 @@ def count(benches: list[Bench]) -> None:
         probe, log = child.probe(), child.cell.path("log.txt").read_text(errors="replace")
         bench.facts[tool] |= {name: probe.get(name) for name in names}
         bench.facts[tool]["violations_logged"] = log.count("iolation")
+        bench.facts[tool]["dumps"] = probe.get("recorder", {}).get("dumps")
 
 
 def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, save: Any) -> None:
