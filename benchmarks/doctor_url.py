@@ -66,6 +66,7 @@ class Server:
             "SGLANG_PLUGINS": "ddtree_guard",
             "SGLANG_DDTREE_INCIDENT": "on" if self.incident else "off",
             "SGLANG_DDTREE_GUARD_BACKEND": self.backend,
+            "SGLANG_ENABLE_JIT_DEEPGEMM": "0",  # `write_plugins` leaves a stand-in for it
         }
 
     def options(self, model: Path, port: int) -> dict[str, Any]:

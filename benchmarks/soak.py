@@ -5,9 +5,9 @@
 
 Cells cover algorithm x graphs x overlap x release pairwise: the SGLang of this interpreter, and one
 that lies in a folder. The result file is rewritten after every cell; a later call goes on with the
-cells that are missing, and with `--again` also with those that other sources of this project were
-measured in (`guard` in a row tells: hashes of the sources and of the device's part of them). With
-`--plant` faults are planted afterwards in the same engines, through
+cells that are missing, and with `--again` also with those that another version of the device check
+was measured in or that missed a fault (`guard` in a row: hashes of the sources and of their folder
+device/). With `--plant` faults are planted afterwards in the same engines, through
 `ddtree_guard.testing`; each must be found on its own step. Their rows go to a file of their own.
 """
 
@@ -48,7 +48,7 @@ PLANTS = {
 }
 # The device looks for shared slots within a request; one of another request is not in the table.
 FOUND_AS = {"K2": ("K2", "K3")}
-PLANT_S = 5.0  # seconds for one of them, half of it traffic
+PLANT_S = 6.0  # seconds for one of them, half of it traffic
 SETTLE_S = 1.2  # the probe writes twice a second
 LEAST_S = 8.0  # seconds of traffic without which a cell is no evidence
 
@@ -283,11 +283,20 @@ def run(
     # as servers run first, in case the time does not do for all
     missing.sort(key=lambda c: (not (c.graphs and c.overlap), not c.site))
     if options.again:
-        missing += [c for c in chosen if c.tool != "off" and c.name in results.rows
-                    and results.rows[c.name].get("guard") != sources()]  # fmt: skip
+        again = {c.name: results.rows[c.name] for c in chosen if c.name in results.rows}
+        missed = {name for name in again for row in planted.rows.values()
+                  if row["cell"].rpartition("-")[0] == name and not _hit(row)}  # fmt: skip
+        old = [c for c in chosen if c.name in again
+               and (not _current(again[c.name]) or c.name in missed)]  # fmt: skip
+        missing += sorted(old, key=lambda c: "guard" in again[c.name])  # the oldest first
     with ThreadPoolExecutor(options.parallel) as pool:
         list(pool.map(one, missing))
     results.save()
+
+
+def _current(row: dict[str, Any]) -> bool:
+    """Whether today's device check was what this row was measured in."""
+    return bool(row.get("guard", {}).get("device") == sources()["device"])
 
 
 def _reference(cell: Cell) -> str:
@@ -304,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parallel", type=int, default=3, help="engines on the GPU at a time")
     parser.add_argument("--only", action="append", default=[], help="algorithm, may be repeated")
     parser.add_argument("--plant", action="store_true", help="plant faults afterwards")
-    parser.add_argument("--again", action="store_true", help="measure rows of other sources again")
+    parser.add_argument("--again", action="store_true", help="measure old rows again")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     parser.add_argument(
         "--site", type=_site, default=("", ""), help="RELEASE=FOLDER of a second SGLang"

@@ -70,6 +70,28 @@ def test_the_fault_is_found_on_its_step_with_its_request(
     assert {line["step"] for line in found if line["rule"] not in LATENT} == {"3"}
 
 
+def test_a_fault_waits_for_a_step_that_begins_after_it_was_asked_for(
+    start: Callable[..., Any],
+) -> None:
+    """Else it might change a walk that was checked already, and nobody could find it."""
+    from ddtree_guard.testing.live import plant_at
+
+    server, guard = start("EAGLE")
+    verify, plan = guard.checker.verify, {"rule": "A1", "from": 1, "at": None}
+
+    def asked(record: Any) -> None:  # behind the check of the walk, before the step's end
+        guard.checker.verify = verify
+        plant_at(guard, plan)
+        guard.checker.walked(record)
+
+    server.step()
+    guard.checker.verify = asked
+    server.step()
+    assert plan["at"] is None
+    server.step()
+    assert (plan["at"], guard.coverage.findings > 0) == (3, True)
+
+
 def test_a_fault_may_be_planted_in_every_step(start: Callable[..., Any]) -> None:
     from ddtree_guard.testing.live import plant_at
 

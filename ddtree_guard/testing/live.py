@@ -21,13 +21,15 @@ def plant_at(guard: Any, plan: dict[str, Any]) -> None:
     hold it, on its last request of two or more; with `plan["always"]` in all of them. Fills `at`,
     `rid` and `changed` of the first, or `error`.
     """
-    site = find_rule(plan["rule"]).site
+    site, first = find_rule(plan["rule"]).site, plan["from"]
+    plan["from"] = 1 << 62  # not yet: a step may be running, and past the place of the change
     if site is Site.VERIFY:
         _before(guard.checker, "walked", _walk, plan)
     elif site is Site.COMMIT:
         _lengths(guard, plan)
     else:
         _before(guard.checker, "build", _launch, plan)
+    plan["from"] = max(first, guard.begun + 1)
 
 
 def _due(plan: dict[str, Any], record: Any, view: Any) -> bool:
