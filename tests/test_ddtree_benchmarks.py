@@ -65,7 +65,7 @@ class Engine:
 
 def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, plan: Any) -> Any:
     """Play every engine of the plan, the plain one last, and report."""
-    args = argparse.Namespace(model=Path(), seconds=100.0, wait=0.0)
+    args = argparse.Namespace(model=Path(), seconds=100.0, wait=0.0, widest=256)
     folder.mkdir()
     for setup, engine in [*plan.items(), (module.PLAIN, plan[module.PLAIN])]:
         monkeypatch.setattr(module, "start", lambda *_, engine=engine: engine)
