@@ -234,3 +234,34 @@ def test_engines_of_the_speed_run_are_measured_one_at_a_time(
     assert len(spans) == 2 * 3 + 2
     assert all(end <= begun for (_, end), (begun, _) in itertools.pairwise(spans))
     assert len(json.loads((tmp_path / f"{setups[0].name}.json").read_text())) == 3
+
+
+def test_report_of_an_engine_on_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import ddtree_life
+
+    spoilt = ddtree_life.TWO[-1]
+    (tmp_path / f"{spoilt.name}.log").write_text(
+        "[t TP0] ddtree_guard armed=2/2 mode=log dumps=/x release=0.5.16\n"
+        "[t TP0] ddtree_guard finding rule=X1 scope=server rid=- step=64 expected=- actual=- "
+        "tokens_left=- incident=dg-1 dump=-\n"
+    )
+    live = {"verify_steps": 9, "findings": 1, "ranks_compared": 2, "planted": {"X1": {"at": 64}}}
+    for rank in ("", ".TP1"):
+        (tmp_path / f"{spoilt.name}.live{rank}.json").write_text(json.dumps(live))
+    row = ddtree_life.guarded(tmp_path, spoilt)
+    assert row["boot"] == ["[t TP0] ddtree_guard armed=2/2 mode=log"]
+    assert [line["rule"] for line in row["lines"]] == ["X1"]
+    assert {rank: r["ranks_compared"] for rank, r in row["ranks"].items()} == {"TP0": 2, "TP1": 2}
+    assert row["planted"] == {"X1": {"at": 64}}
+    (tmp_path / f"{ddtree_life.PLAIN.name}.json").write_text('{"aborts": [[1, 200], [300, 4]]}')
+    assert ddtree_life.upper_half(tmp_path) == 0.5
+
+
+def test_the_live_file_of_each_rank_is_its_own() -> None:
+    from ddtree_guard.testing.tree_probe import file_of
+
+    target = Path("/x/cell.live.json")
+    assert file_of(target, None) == target
+    assert file_of(target, argparse.Namespace(rank="TP0")) == target
+    assert file_of(target, argparse.Namespace(rank="TP1")) == Path("/x/cell.live.TP1.json")
