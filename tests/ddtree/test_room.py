@@ -11,7 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
+from ddtree_guard.attention.backend import graph_mask  # noqa: E402
 from ddtree_guard.ddtree import algorithm  # noqa: E402
+from ddtree_guard.hooks.facts import facts_of  # noqa: E402
 from ddtree_guard.hooks.patching import apply  # noqa: E402
 from ddtree_guard.testing.fakes import sglang  # noqa: E402
 
@@ -56,7 +58,7 @@ def _reserve(args: Any, table: Any, row: int, committed: int) -> None:
         req_pool_indices=torch.tensor([row]),
     )  # fmt: skip
     asked = "get_spec" if hasattr(info, "get_spec") else "get_server_args"  # 0.5.17; 0.5.16
-    with mock.patch.object(info, asked, lambda: args):
+    with mock.patch.object(info, asked, return_value=args):
         info.DFlashDraftInputV2.create_idle_input("cpu").prepare_for_decode(batch)
 
 
@@ -78,3 +80,21 @@ def test_other_algorithms_keep_their_rows() -> None:
     plain = sglang("mem_cache.allocation_sizing").get_req_to_token_extra_context_len
     args = _args("DFLASH", 0, 8)
     assert _row_width(args) == CONTEXT + plain(args)
+
+
+@pytest.mark.parametrize(("budget", "block"), [(1, 8), (3, 8), (16, 8), (16, 17)])
+def test_a_full_batch_at_the_context_limit_keeps_the_captured_mask(budget: int, block: int) -> None:
+    """A replay reads that buffer only. The host counts one step more than can have happened."""
+    from ddtree_guard.ddtree.worker import DDTreeWorker
+    from ddtree_guard.testing.standins import VerifyCase, build_backend
+
+    case = VerifyCase(lens=(36, 36), budget=budget, block=block, context=40, padded_bs=2)
+    backend, w = build_backend(case, "corrected"), budget + 1
+    backend.init_cuda_graph_state(2, 2 * w)
+    worker = object.__new__(DDTreeWorker)
+    worker.budget, worker.block_size, worker._eager_mask = budget, block, None
+    worker.model_runner, worker.device = SimpleNamespace(attn_backend=backend), "cpu"
+    mask = worker._mask(2, w, 2 * (36 + max(w, block)))
+    assert mask is graph_mask(backend, facts_of(type(backend)))
+    most = 36 + min(w, block)  # what a step that runs ahead can start from
+    assert mask.numel() >= 2 * w * (most + w)
