@@ -31,13 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ddtree_guard.render import parse_line
 
 PLAIN = Setup(dtype="float32")
-TREE = Setup("DDTREE", 16, dtype="float32")
+TREE = Setup("DDTREE", 16, dtype="float32", max_bs=12)  # as many as there are prompts
 SETUPS = (PLAIN, TREE, replace(TREE, graphs=False, overlap=False), replace(TREE, pool=2600))
 PAIR = replace(TREE, tp=2, guard="log", depth="full")
 TWO = (
     PLAIN, PAIR, replace(PAIR, graphs=False), replace(PAIR, overlap=False, plant="X1,X4"),
 )  # fmt: skip
 NEWLINE, SPACE = 10, 32
+CONTEXT = 2048  # of the tiny model
 VOCAB, STRIDE = 290, 3  # of the shuffled model: token t becomes STRIDE * t modulo VOCAB
 
 
@@ -76,7 +77,7 @@ def cell(setup: Setup, model: Path, folder: Path, two: bool) -> None:
     prompts = [[place(token) for token in prompt] for prompt in prompts]
     ends = [place(token) for token in (NEWLINE, SPACE, ord("e"))]
     found: dict[str, Any] = {"started_s": time.monotonic() - begun}
-    for chapter in (stops, limits, reuse, aborts, idle):
+    for chapter in CHAPTERS:
         found[chapter.__name__] = chapter(engine, prompts, ends)
         save(folder / f"{setup.name}.json", found)
     engine.shutdown()
@@ -100,6 +101,15 @@ def limits(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
     params = [{"temperature": 0.0, "max_new_tokens": n + 1, "ignore_eos": True}
               for n in range(len(prompts))]  # fmt: skip
     return ask(engine, prompts, params)
+
+
+def brim(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
+    """Long prompts, answered until the context is full. Slots are reserved beyond its end."""
+    whole = [token for prompt in prompts for token in prompt] * 3
+    long = [whole[61 * n : 61 * n + CONTEXT - 24 - 5 * n] for n in range(len(prompts))]
+    params = [{"temperature": 0.0, "max_new_tokens": CONTEXT - len(prompt), "ignore_eos": True}
+              for prompt in long]  # fmt: skip
+    return ask(engine, long, params)
 
 
 def reuse(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
@@ -140,6 +150,9 @@ def idle(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
     return ask(engine, prompts, [params] * len(prompts))
 
 
+CHAPTERS = (stops, limits, brim, reuse, aborts, idle)
+
+
 def report(folder: Path, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:
     """One row per engine and chapter: answers that differ from plain decoding's."""
     rows = []
@@ -147,7 +160,7 @@ def report(folder: Path, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:
     for setup in setups[1:]:
         path = folder / f"{setup.name}.json"
         found = json.loads(path.read_text()) if path.exists() else {}
-        for chapter in (stops, limits, reuse, aborts, idle):
+        for chapter in CHAPTERS:
             name = chapter.__name__
             wanted, got = flat(reference.get(name)), flat(found.get(name))
             rows.append({
