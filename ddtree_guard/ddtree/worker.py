@@ -103,7 +103,8 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         weight = getattr(head, "weight", None)
         shard = getattr(head, "shard_indices", None)
         added = 0 if shard is None else int(shard.num_added_elements)
-        if weight is None or not torch.is_floating_point(weight) or added:
+        plain = (torch.float32, torch.bfloat16, torch.float16)  # float8 is floating point, too
+        if weight is None or weight.dtype not in plain or added:
             raise IncompatibleError(
                 "DDTREE drafts through the target's output head and needs it unquantized and "
                 "without added tokens; use --speculative-algorithm DFLASH."
