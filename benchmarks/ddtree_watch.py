@@ -21,7 +21,9 @@ from engines import Setup, generate, run_all, save, start, text_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ddtree_guard.guard import find_rule
 from ddtree_guard.render import parse_line
+from ddtree_guard.rule import Scope
 from ddtree_guard.testing.faults import FAULTS
 
 TREE = Setup("DDTREE", 16, guard="log", depth="full")
@@ -45,6 +47,7 @@ ABSENT = {
     "T5": _BLIND + "the drafter's favourites are not in the step; the search puts them first",
     "P2": _BLIND + "the target's rope table is not read from a live runner",
     "K6": _BLIND + "the allocator's books are not read; SGLang counts its pool when it idles",
+    "K9": _OWN + "DDTREE refuses KV pages of more than one token",
     "K10": _OWN + "DDTREE refuses models with a sliding window",
     "G2": _BLIND + "SGLang stamps no generation on a graph's inputs",
     "G7": _BLIND + "outputs of a step are not marked",
@@ -105,11 +108,12 @@ def watched(setup: Setup, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     if setup.plant:
         row |= {"left": live["left"], "active": live["active"]}
+        planted = {rule: plan for rule, plan in live["planted"].items() if rule not in ABSENT}
+        row["planted"] = {rule: judged(rule, plan) for rule, plan in planted.items()}
         row["absent"] = {
             rule: ABSENT.get(rule) or ("not reached" if rule in live["left"] else NO_GRAPH)
-            for rule in FAULTS if rule not in live["planted"]
+            for rule in FAULTS if rule not in row["planted"]
         }  # fmt: skip
-        row["planted"] = {rule: judged(rule, plan) for rule, plan in live["planted"].items()}
     return row
 
 
@@ -134,7 +138,9 @@ def judged(rule: str, plan: dict[str, Any]) -> dict[str, Any]:
             if name in plan
         },
         "found": bool(own),
-        "right_request": any(found["rid"] in (plan["rid"], None) for found in own),
+        "right_request": any(found["rid"] in (plan["rid"], None) for found in own)
+        if find_rule(rule).scope is Scope.REQUEST
+        else None,
         "tokens_left": own[0]["tokens_left"] if own else None,
         "headline": own[0]["headline"] if own else None,
         "also": others,

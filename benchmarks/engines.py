@@ -155,6 +155,8 @@ def start(setup: Setup, model: Path, **more: Any) -> Any:
         "enable_deterministic_inference": setup.deterministic,
         "dtype": setup.dtype,
         "tp_size": setup.tp,
+        # SGLang takes one that is free just now, as do the engines that start beside this one
+        "nccl_port": 20_000 + os.getpid() % 10_000,
         "disable_custom_all_reduce": setup.tp > 1,
         "sleep_on_idle": True,  # engines that wait leave the processors to the one that works
         "log_level": "warning",

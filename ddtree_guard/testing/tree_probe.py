@@ -268,7 +268,8 @@ class Planter:
     ) -> None:
         if find_rule(rule).site is Site.INIT:
             row |= {"how": "start", "at": 0}
-            self.guard.judge(FAULTS[rule](step, step.bs - 1).step)
+            whole = arm.configuration_of(self.guard)  # with the draft's widths
+            self.guard.judge(FAULTS[rule](whole or step, step.bs - 1).step)
             return
         if is_measured(rule):
             row["how"] = "result"
