@@ -112,7 +112,7 @@ class Recheck:
     """`ddtree-guard check` on the dump, in a process of its own."""
 
     exit_code: int
-    last_line: str
+    summary: str
     loaded: tuple[str, ...]  # heavy modules that the process imported
 
     @property
@@ -271,15 +271,27 @@ def write_dump(results: list[Result], out: str | None) -> Path:
 
 def recheck(dump: Path) -> Recheck:
     """Run `ddtree-guard check` on the dump in a child, and list the heavy modules it imported."""
-    command = [sys.executable, "-X", "importtime", "-m", "ddtree_guard", "check", str(dump)]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "ddtree_guard",
+        "check",
+        str(dump),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     imported = {
         line.rsplit("|", 1)[1].strip().split(".")[0]
         for line in done.stderr.splitlines()
         if line.startswith("import time:")
     }
-    lines = done.stdout.strip().splitlines() or ["no output"]
-    return Recheck(done.returncode, lines[-1], tuple(n for n in HEAVY if n in imported))
+    try:
+        summary = str(json.loads(done.stdout)["summary"])
+    except (ValueError, KeyError):
+        summary = "no output"
+    return Recheck(done.returncode, summary, tuple(n for n in HEAVY if n in imported))
 
 
 class _Stage:
