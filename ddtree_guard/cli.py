@@ -238,6 +238,9 @@ def _run(argv: Sequence[str]) -> int:
     for name in ("dump", "a", "b", "dir"):
         if getattr(args, name, None) == "":
             raise UsageError(f"{name.upper()} is empty; give the path of a folder.")
+    for name in ("out", "markdown", "junit"):
+        if getattr(args, name, None) == "":
+            raise UsageError(f"--{name} is empty; give a path, or leave it out.")
     run: Command = importlib.import_module(f"ddtree_guard.{args.module}").run
     return run(args)
 

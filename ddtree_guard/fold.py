@@ -5,10 +5,13 @@ What machines read (the log line, JSON, annotations) never comes here.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TextIO
 
 WIDTH, LEAST = 100, 60  # columns where the output is no terminal, and the fewest that are used
+_HELD = "\0"  # a blank at which no line is broken; `render.plain` leaves no such character
+_TO_COPY = re.compile(r"`[^`]{1,50}`")
 _COMMANDS = ("::", "##[")  # what a CI runner obeys at the start of any line
 
 
@@ -37,7 +40,9 @@ def _folded(line: str, width: int, hang: int) -> list[str]:
     if len(line) <= width:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + hang)
-    first, *rest = textwrap.wrap(
-        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    ) or [line]
+    whole = _TO_COPY.sub(lambda found: found[0].replace(" ", _HELD), line)
+    wrapped = textwrap.wrap(
+        whole, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    first, *rest = [part.replace(_HELD, " ") for part in wrapped] or [line]
     return [first, *(f"| {x}" if x.lstrip().startswith(_COMMANDS) else x for x in rest)]

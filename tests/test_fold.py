@@ -105,6 +105,12 @@ def test_every_block_folds(rule: Rule) -> None:
         assert folded.split() == text.split()
 
 
+def test_a_command_to_copy_stays_in_one_line() -> None:
+    text = fold("see " * 12 + "`ddtree-guard explain W3 --json` for more of it", 60)
+    assert "    `ddtree-guard explain W3 --json` for" in text.replace("\n  ", "\n    ")
+    assert "`ddtree-guard explain W3 --json`" in text
+
+
 def test_what_a_ci_runner_would_obey_does_not_begin_a_line() -> None:
     text = fold("a" * 58 + " ::error::from a dump " + "b" * 58 + " ##[group]x", 60)
     assert [line.split()[0][:1] for line in text.split("\n")] == ["a", "|", "b", "|"]
