@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from ddtree_guard.config import Config, export, unset
 from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
+from ddtree_guard.fold import fold
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
@@ -301,11 +302,12 @@ class _Stage:
         self.out = out
 
     def title(self, release: str) -> None:
-        self.out.write(
+        head = fold(
             f"The server answers `The.r!!!!!!!!!!`. SGLang {release}, Triton backend, DDTree with "
             f"block {BLOCK}.\nNo GPU: SGLang's own backend and kernels run in Triton's "
             "interpreter.\n\n"
         )
+        self.out.write(head)
 
     def during(self, what: str, work: Callable[[], T_]) -> T_:
         """Do the work under a progress line that ends with the seconds it took."""

@@ -82,8 +82,13 @@ def heatmap(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
 
     head, *lines = drawing.heatmap(step, request, width)
     body = [_coloured(line, _GLYPH_STYLES, skip=10) for line in lines]
-    legend = textwrap.wrap(drawing.LEGEND, width) if lines else []
-    return _join([_bold(head), *body, *(Text(part) for part in legend)])
+    return _join([_bold(head), *body, *(Text(part) for part in _legend(width) if lines)])
+
+
+def _legend(width: int) -> list[str]:
+    """The legend, broken between its entries only."""
+    entries = [entry.replace(" ", "\0") for entry in drawing.LEGEND.split("  ")]
+    return [x.replace("\0", " ") for x in textwrap.wrap("  ".join(entries), width)]
 
 
 def ruler(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
