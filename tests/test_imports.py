@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "step", "results", "rule", "form", "shape", "runbook"),
     # synthetic steps and faults are what the self-test runs in a server
     ("checks", "attention.reference", "device", "testing.steps", "testing.faults"),
-    ("render", "recorder", "dump", "evidence", "guard", "metrics"),
+    ("render", "fold", "recorder", "dump", "evidence", "guard", "metrics"),
     ("hooks", "attention", "ddtree", "doctor"),
     ("cli", "commands", "report", "demo", "testing", "pytest_plugin", "__main__"),
 )
