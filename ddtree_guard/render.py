@@ -28,7 +28,7 @@ _PAIR = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^\s"]+)')
 _UNKNOWN = "-"
 LEGEND = (
     "symbols: w rows per request, s prefix length, b draft block, B tree budget, bs requests, BS "
-    "lanes,\n         C context, V vocabulary, N slots of the KV pool, P page size"
+    "lanes, C context, V vocabulary, N slots of the KV pool, P page size"
 )
 
 

@@ -255,7 +255,14 @@ def speed() -> str:
         cell.setdefault(row["bs"], []).append(row["tokens_per_second"])
     sizes = sorted({bs for cell in found.values() for bs in cell})
     rows = [
-        [name, budget or "-", *(f"{statistics.median(cell[bs]):,.0f}" for bs in sizes)]
+        [
+            name,
+            budget or "-",
+            *(
+                f"{statistics.median(cell[bs]):,.0f} ({min(cell[bs]):,.0f}-{max(cell[bs]):,.0f})"
+                for bs in sizes
+            ),
+        ]
         for (name, budget), cell in found.items()
     ]
     return table(("algorithm", "budget", *(f"{bs} at once" for bs in sizes)), rows)

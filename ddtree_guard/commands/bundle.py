@@ -29,6 +29,7 @@ from ddtree_guard.dump.schema import MANIFEST
 from ddtree_guard.dump.trail import Trail
 from ddtree_guard.dump.write import DumpWriter, Notes
 from ddtree_guard.errors import GuardError, UsageError
+from ddtree_guard.fold import say
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Attention, Step
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"bundle": str(out), "bytes": size, "files": sorted(members),
                           "scanned_for": secrets.words}, indent=1))  # fmt: skip
     else:
-        print(f"wrote {out} ({size >> 10} KiB); {scanned}: none found; safe to attach to an issue")
+        say(f"wrote {out} ({size >> 10} KiB); {scanned}: none found; safe to attach to an issue")
     return 0
 
 

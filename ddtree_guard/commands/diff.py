@@ -8,6 +8,7 @@ from typing import Any
 
 from ddtree_guard.dump.compare import WHOSE, Difference, differences
 from ddtree_guard.dump.read import Dump
+from ddtree_guard.fold import say
 from ddtree_guard.render import plain
 
 
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(found, pairs, missing), indent=1))
     else:
-        print("\n".join(_text(found, pairs, how, missing, same_ids)))
+        say("\n".join(_text(found, pairs, how, missing, same_ids)))
     return 1 if found or missing else 0
 
 

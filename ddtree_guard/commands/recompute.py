@@ -18,6 +18,7 @@ import numpy as np
 from ddtree_guard.attention.reference import verify_attention, visible
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import DumpError, IncompatibleError, UsageError
+from ddtree_guard.fold import say
 from ddtree_guard.render import plain
 from ddtree_guard.step import Step
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(results, args.tolerance), indent=1))
     else:
-        print("\n".join(map(plain, _text(results, args.tolerance))))
+        say("\n".join(map(plain, _text(results, args.tolerance))))
     return 1 if any(result.wrong for result in results) else 0
 
 

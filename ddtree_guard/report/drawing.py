@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from ddtree_guard.fold import fold
 from ddtree_guard.render import plain
 from ddtree_guard.step import Step
 
-WIDTH, LEAST = 100, 60
+WIDTH = 100
 _MARGIN = 10  # "expected  "
 
 # Heat map states, least to most alarming: pooling several cells into one keeps the worst.
@@ -53,7 +54,7 @@ def ruler(
         _row("expected", _bar(marks[0], ["━" * span] * (high - low), span)),
         _row("actual", _bar(marks[1], shades, span)),
         _row("", _labels(used, marks[1], span)),
-        *(_row("", text) for text in _misread(unit, own, used, low)),
+        *(fold(_row("", text), width) for text in _misread(unit, own, used, low)),
     ]
 
 

@@ -28,7 +28,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "240")
+
     def call(*argv: object) -> tuple[int, str, str]:
         capsys.readouterr()
         code = cli.main([str(arg) for arg in argv])

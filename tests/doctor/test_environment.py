@@ -204,6 +204,22 @@ def test_raw_arguments_are_undecided_without_a_backend(
     assert {entry["what"] for entry in found["not_checked"]} >= {"SGLang's own defaults", "model"}
 
 
+def test_a_tree_on_a_model_that_is_not_here_is_undecided_and_not_wrong(
+    run: Run, surveyed: Callable[..., None]
+) -> None:
+    """SGLang cannot read a model of a hub from here, so that block and context stay open."""
+    values = {"speculative_algorithm": "DDTREE", "speculative_ddtree_budget": 16,
+              "attention_backend": "triton"}  # fmt: skip
+    raw = {"status": "raw", "values": values, "why": "OSError: no such model"}
+    code, found = judged(surveyed, run, raw)
+    assert (code, found["uses"]) == (3, "unknown")
+    assert found["verdict"].startswith("UNDECIDED: not known: whether the corrected backend")
+    assert found["change"] == "give --model-path as a local folder with its config.json"
+    code, found = judged(surveyed, run, raw, plugin__backend="corrected")
+    assert (code, found["uses"]) == (3, "corrected")
+    assert "sliding-window" in found["verdict"]
+
+
 def test_sglang_that_is_absent_reads_no_arguments(run: Run, surveyed: Callable[..., None]) -> None:
     surveyed(sglang__installed=False, hooks=[])
     code, out, _ = run("--", "--model-path", "x")
