@@ -255,7 +255,14 @@ def speed() -> str:
         cell.setdefault(row["bs"], []).append(row["tokens_per_second"])
     sizes = sorted({bs for cell in found.values() for bs in cell})
     rows = [
-        [name, budget or "-", *(f"{statistics.median(cell[bs]):,.0f}" for bs in sizes)]
+        [
+            name,
+            budget or "-",
+            *(
+                f"{statistics.median(cell[bs]):,.0f} ({min(cell[bs]):,.0f}-{max(cell[bs]):,.0f})"
+                for bs in sizes
+            ),
+        ]
         for (name, budget), cell in found.items()
     ]
     return table(("algorithm", "budget", *(f"{bs} at once" for bs in sizes)), rows)
@@ -312,6 +319,7 @@ def shadow_engines() -> str:
     """Engines with every fourth step shadowed."""
     rows = [
         [
+            row["release"],
             row["algorithm"] + (", stock backend" if row["incident"] else ""),
             "on" if row["graphs"] else "off",
             row["planted"] or "-",
@@ -323,7 +331,7 @@ def shadow_engines() -> str:
         for row in load("shadow")["rows"]
     ]
     head = (
-        "algorithm", "graphs", "planted", "verify steps", "shadowed",
+        "SGLang", "algorithm", "graphs", "planted", "verify steps", "shadowed",
         "largest error of a right step, of what is allowed", "rules found",
     )  # fmt: skip
     return table(head, sorted(rows, key=str))

@@ -154,6 +154,9 @@ def _plugin(plugin: dict[str, object]) -> Iterator[Row]:
             f"; steps are not checked, {PREFIX}=log checks them" if plugin["mode"] == "off" else ""
         )
         yield "settings", f"mode={plugin['mode']} {backend}{incident}{off}"
+    if plugin.get("shadow"):
+        line = str(plugin["shadow"]).removeprefix("ddtree_guard shadow ")
+        yield "shadow", f"{line} (layers are known once a server runs: its log has this line)"
     warned = plugin.get("warnings")
     for text in warned if isinstance(warned, list) else []:
         yield "warning", str(text)

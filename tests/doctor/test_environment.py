@@ -243,6 +243,13 @@ def test_the_words_for_a_bundle_hold_the_verdict_and_no_address() -> None:
     assert all(line.startswith("doctor: ") for line in words)
 
 
+def test_shadow_mode_says_its_line_where_it_is_on() -> None:
+    said = "ddtree_guard shadow every=8 capture=meta layers=0/unknown"
+    text = "\n".join(lines(Diagnosis(BARE, survey=survey(plugin__shadow=said))))
+    assert "  shadow     every=8 capture=meta layers=0/unknown (layers are known once" in text
+    assert "shadow" not in "\n".join(lines(Diagnosis(BARE, survey=survey(plugin__shadow=""))))
+
+
 def test_hostile_words_of_an_environment_do_not_reach_the_terminal() -> None:
     bad = "\x1b[31m\nforged"
     d = Diagnosis(BARE, survey=survey(plugin__others=[bad], sglang__why=bad, plugin__why=bad))
@@ -273,7 +280,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "from ddtree_guard.hooks.survey import main\n"
         f"sys.exit(main([{str(out)!r}, '--', '--model-path', 'x']))"
     )
-    env = {"PYTHONPATH": str(ROOT)}
+    env = {"PYTHONPATH": str(ROOT), "SGLANG_DDTREE_GUARD_SHADOW_EVERY": "8"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=out.parent)
     return json.loads(out.read_text())
 
@@ -283,6 +290,7 @@ def test_without_torch_and_sglang_the_survey_is_whole(alone: Any) -> None:
     assert alone["sglang"]["installed"] is False
     assert alone["environment"]["gpu"] == "none: torch is not installed"
     assert "arguments" not in alone
+    assert alone["plugin"]["shadow"].startswith("does not load here: ModuleNotFoundError")
     d = Diagnosis(BARE, survey={**alone, "ended": ""})
     assert d.exit_code == 3
     assert "not installed here" in headline(d)[0]
