@@ -209,7 +209,8 @@ def count(benches: list[Bench]) -> None:
     for bench, tool in children:
         bench.children[tool].ask_probe()
     time.sleep(1.3)
-    names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "pinned_bytes")
+    names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "gpu_allocated",
+             "pinned_bytes")  # fmt: skip
     for bench, tool in children:
         child = bench.children[tool]
         probe, log = child.probe(), child.cell.path("log.txt").read_text(errors="replace")
@@ -227,8 +228,8 @@ def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, sav
         if len(case.rounds.get("guard", ())) >= options.blocks:
             return
         bench.settle(case, options.block)
-        others = [tool for tool in bench.children if tool not in ("off", "guard")]
-        for tool in ["guard"] * options.rounds + [tool for tool in others for _ in range(2)]:
+        turns = {"off": 0, "guard": options.rounds, "control": max(2, options.rounds // 2)}
+        for tool in [name for name in bench.children for _ in range(turns.get(name, 2))]:
             begun = time.monotonic()
             if begun + longest > deadline:
                 return

@@ -50,7 +50,7 @@ def _run() -> None:
             continue
         if not arm.GUARDS:
             if gpu_bytes():  # a scheduler without a guard
-                _write(target, {"gpu_bytes": gpu_bytes()})
+                _write(target, {"gpu_bytes": gpu_bytes(), "gpu_allocated": gpu_allocated()})
             continue
         guard = arm.GUARDS[-1]
         for rule, step_id in [*first, *((name, 1) for name in _asked(target))][len(plans) :]:
@@ -86,6 +86,7 @@ def counters(guard: Any) -> dict[str, Any]:
         "pinned_bytes": pinned_bytes(guard),
         "recorder": recorder(guard.flight.recorder),
         "gpu_bytes": gpu_bytes(),
+        "gpu_allocated": gpu_allocated(),
     }
 
 
@@ -105,6 +106,11 @@ def gpu_bytes() -> int:
     if torch is None or not torch.cuda.is_initialized():
         return 0
     return int(torch.cuda.memory_reserved())
+
+
+def gpu_allocated() -> int:
+    """GPU memory of the tensors that this process holds; 0 without a GPU."""
+    return int(sys.modules["torch"].cuda.memory_allocated()) if gpu_bytes() else 0
 
 
 def pinned_bytes(guard: Any) -> int:
