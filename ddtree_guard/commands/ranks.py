@@ -11,7 +11,7 @@ from ddtree_guard.dump.find import find_dumps
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import DumpError, UsageError
 from ddtree_guard.fold import say
-from ddtree_guard.render import plain
+from ddtree_guard.render import count, plain
 
 SKIP = (*WHOSE, *OF_A_RANK, "slots.pools", "contract.not_checked")
 Place = tuple[Dump, int]
@@ -91,7 +91,7 @@ def _text(
         ]
     verdict = "first difference above" if odd is not None else "every rank holds the same"
     names = plain(", ".join(ranks))
-    lines.append(f"{len(ranks)} ranks ({names}), {len(shared)} shared steps: {verdict}")
+    lines.append(f"{len(ranks)} ranks ({names}), {count(len(shared), 'shared step')}: {verdict}")
     if not shared:
         lines[-1] = f"{len(ranks)} ranks ({names}) share no step: nothing is known"
     return lines

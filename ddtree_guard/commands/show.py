@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     for picture in (terminal.ruler, terminal.heatmap):
         out.print(picture(step, request, out.width))
         out.print()
-    out.print(terminal.tree(step, request))
+    out.print(terminal.tree(step, request, out.width))
     out.print()
     return 0
 

@@ -176,6 +176,8 @@ def _missing(folder: Path, name: str) -> str:
     """What to say when the folder lacks a file: perhaps it is the folder above the dumps."""
     inside = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
     if name == MANIFEST and inside:
+        if len(inside) == 1:
+            return f"{str(folder)!r} holds a dump; give that one: {inside[0]}."
         return f"{str(folder)!r} holds {len(inside)} dumps; give one, for example {inside[-1]}."
     return (
         f"{str(folder)!r} is not a whole dump: it holds no {name}; give the folder that the log "

@@ -165,7 +165,7 @@ def _starts(texts: Sequence[str]) -> bool:
 
 
 def _look(env: Mapping[Any, Any], name: str) -> Any:
-    """A variable of an environment whose names are text or bytes; os.environ refuses bytes."""
+    """A variable of an environment whose names are text or bytes; this process's refuses bytes."""
     for key in (name, name.encode()):
         with contextlib.suppress(KeyError, TypeError):
             return env[key]

@@ -97,11 +97,11 @@ def ruler(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
     return _join([_coloured(line, _RULER_STYLES, skip=10) for line in lines])
 
 
-def tree(step: Step, request: int) -> Any:
+def tree(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
     """The tree of a request, the accepted path in green."""
     from rich.text import Text
 
-    head, *lines = drawing.tree(step, request)
+    head, *lines = drawing.tree(step, request, width=width)
     styled = [Text(line, style="green" if line.endswith("*") else "") for line in lines]
     return _join([_bold(head), *styled])
 

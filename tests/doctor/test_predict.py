@@ -170,8 +170,8 @@ def test_memory_counts_what_stock_and_ours_allocate(make: Make) -> None:
     assert (memory.lanes, memory.w, memory.context) == (32, 17, 4096)
     assert memory.stock.mask == 32 * 8 * 4096
     assert memory.stock.kv_indices == 32 * 8 * 4096 * 8
-    assert memory.corrected.mask == 32 * 17 * (4096 + 17)
-    assert memory.corrected.kv_indices == 32 * 4096 * 8
+    assert memory.corrected.mask == 32 * 17 * (4096 + 2 * 17)
+    assert memory.corrected.kv_indices == 33 * 4096 * 8  # 32 * (4096 + 17) of them
     assert verify_memory(make(disable_cuda_graph=True), generation_of("0.5.16")) is None
 
 
