@@ -3,14 +3,15 @@
     python benchmarks/server_overhead.py --w 64,8 --seconds 280 [--gpus 0,1] [--tools guard,control]
 
 For each width an engine without a guard and one with it are resident on one GPU, with the same
-processors. A block is the same requests on one engine; a round is one block on each of the two, and
-rounds alternate which goes first. One ratio comes from two neighbouring rounds (four blocks, each
-engine once first), so that drift and order fall out; the interval is a bootstrap over those. The
-engine that waits sleeps. `ratio_to_off` is of tokens per second over whole blocks, `step_to_off` of
-the median time between two steps, which a pause of the host does not move. A third engine at the first width, `control`, has no guard either: its
-ratio is what the method says of nothing. SGLang's own tools are measured at the last width, in
-fewer rounds. With two GPUs the widths are measured at the same time, each on its own GPU with half
-of the processors. The result file is rewritten every few seconds; rows of other widths stay.
+processors. A block is the same requests on one engine; a round is one block on each of the two,
+and rounds alternate which goes first. One ratio comes from two neighbouring rounds (four blocks,
+each engine once first), so that drift and order fall out; the interval is a bootstrap over those.
+The engine that waits sleeps. `ratio_to_off` is of tokens per second over whole blocks,
+`step_to_off` of the median time between two steps, which a pause of the host does not move. A
+third engine at the first width, `control`, has no guard either: its ratio is what the method says
+of nothing. SGLang's own tools are measured at the last width, in fewer rounds. With two GPUs the
+widths are measured at the same time, each on its own GPU with half of the processors. The result
+file is rewritten every few seconds; rows of other widths stay.
 """
 
 from __future__ import annotations
