@@ -1,4 +1,4 @@
-"""The pack kernel fills the ring with what the host would have put there."""
+"""The check's launch fills the ring with what the host would have put there."""
 
 import pytest
 
@@ -31,15 +31,14 @@ class Device:
     def __init__(self, steps: int, lanes: int, w: int) -> None:
         self.check = DeviceCheck(DEVICE)
         self.ring = Ring(steps, lanes, w, on_device=True)
-        self.packer = Packer(self.ring, self.check.state)
+        self.packer = Packer(self.ring, DEVICE)
         self.ring.fetch = self.packer.reader()
         self.mark = 0
 
     def run(self, one: Step, settled: bool = True) -> None:
         buffers = buffers_of(one, DEVICE)
-        self.check.check(self.check.bind(buffers, shape_of(one)))
-        pack = self.packer.bind(buffers, one.padded_bs, one.w)
-        pack.launch()
+        pack = self.packer.pack(buffers, one.padded_bs, one.w)
+        self.check.check(self.check.bind(buffers, shape_of(one), pack=pack))
         self.check.close()
         self.mark += 1
         if DEVICE == "cuda":
@@ -124,4 +123,4 @@ def test_missing_arrays_are_left_out() -> None:
 def test_a_launch_larger_than_a_slot_is_refused() -> None:
     device, one = Device(3, 4, 17), step(0, 33, 4)
     with pytest.raises(UsageError, match="expected to hold the step, found 4 of 33"):
-        device.packer.bind(buffers_of(one, DEVICE), 4, 33)
+        device.packer.pack(buffers_of(one, DEVICE), 4, 33)
