@@ -72,9 +72,7 @@ class Tape:
         if positions is not None and positions.numel() != shape.lanes * shape.w:  # mRoPE
             without |= PACKED["positions"]
         try:
-            return self.open(view, buffers.lens.device).pack(
-                buffers, shape.lanes, shape.w, without
-            )
+            return self.open(view, buffers.lens.device).pack(buffers, shape.lanes, shape.w, without)
         except UsageError:
             return None
 

@@ -85,10 +85,12 @@ def pack_program(
     # the slot's fields, in the order of `recorder.ring.FIELDS`
     row_words = (ring_w + 63) // 64
     room = ring_lanes * ring_w
-    slot = ring + (number % ring_steps) * (cHEADER + 5 * ring_lanes + 3 + room * (5 + row_words))
+    rows_at = cHEADER + 5 * ring_lanes + 3
+    bits_at = rows_at + 5 * room
+    slot = ring + (number % ring_steps) * (bits_at + row_words * room)
     offsets = slot + cHEADER
     per_lane = offsets + 3 * (ring_lanes + 1) + lane
-    per_row = offsets + 5 * ring_lanes + 3 + at
+    per_row = slot + rows_at + at
     if PACK & pQO:
         tl.store(offsets + edge, q, edges)
     if PACK & pKV:
@@ -109,9 +111,10 @@ def pack_program(
     if PACK & pSLOTS:
         tl.store(per_row + 4 * room, place, first)
     if PACK & pMASK:
-        to = (offsets + 5 * ring_lanes + 3 + 5 * room + at * row_words).to(tl.pointer_type(tl.int32))
+        to = slot + bits_at + at * row_words
+        to = to.to(tl.pointer_type(tl.int32))[:, None]
         word = group * cBIT_WORDS + tl.arange(0, cBIT_WORDS)[None, :]
-        tl.store(to[:, None] + word, bits, mine[:, None] & (word * 32 < w))
+        tl.store(to + word, bits, mine[:, None] & (word * 32 < w))
     tl.store(slot, number, (part == 0) & (lane == 0))
 
 
