@@ -54,7 +54,7 @@ class Case:
         self.alone = self.checker.bind(self.buffers, self.shape)
         pack = self.pack()
         self.packing = self.checker.bind(self.buffers, self.shape, pack=pack)
-        self.base, self.kinds = bare(self.step), pack.kinds(bs)
+        self.base, self.kinds = bare(self.step), pack.kinds(self.buffers, bs)
         self.who = self.step.who.step_id, self.step.who.rids
 
     def pack(self) -> Pack:
@@ -153,7 +153,7 @@ def measure(bs: int, w: int, pairs: int) -> dict[str, Any]:
         case.note()
 
     def host(first: Work, second: Work) -> dict[str, float]:
-        return paired(lambda: host_us(first), lambda: host_us(second), pairs)
+        return paired(lambda: host_us(first), lambda: host_us(second), 3 * pairs)
 
     return {
         "bs": bs, "w": w, "slot_bytes": case.ring.words * 8, "ring_steps": case.ring.steps,

@@ -127,7 +127,7 @@ class Tape:
                 return None
             if len(self._frames) >= FRAMES:
                 self._frames.clear()
-            held = self._frames[key] = (_frame(model, launch, view), pack.kinds(bs))
+            held = self._frames[key] = (_frame(model, launch, view), pack.kinds(launch.buffers, bs))
         return held
 
 

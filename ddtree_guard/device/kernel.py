@@ -86,9 +86,9 @@ def verify_kernel(
     pad_slot: tl.int64, ring: tl.tensor, ring_steps: tl.int32, ring_lanes: tl.int32,
     ring_w: tl.int32, HAS: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
-    WIDE: tl.constexpr, PACK: tl.constexpr,
+    WIDE: tl.constexpr, RING: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rules of the build site. Grid (lanes, `programs_per_lane`, and with PACK `pack_programs`).
+    """Rules of the build site. Grid (lanes, `programs_per_lane`, and with RING `pack_programs`).
 
     By their second index programs judge the lane, its links, its rows twice, mask cells, pairs of
     rows, or pieces of the prefix; the last ones pack the step into the recorder's ring.
@@ -96,7 +96,7 @@ def verify_kernel(
     """
     part = tl.program_id(1)
     parts = tl.num_programs(1)
-    if PACK:
+    if RING:
         parts -= pack_programs(w)
     BLOCK: tl.constexpr = 32 * WARPS
     nodes = 2
@@ -131,8 +131,8 @@ def verify_kernel(
             part - cells, parts - cells, w, pad_rows, enabled, pool, reserved, mask_numel,
             kvi_numel, HAS, LANES, ROWS, DEEP, COLS, WARPS, WIDE,
         )  # fmt: skip
-    elif PACK:
+    elif RING:
         pack_program(
             state, lens, qo, kv, mi, mask, tokens, parents, depths, sizes, positions, out,
-            part - parts, lanes, w, mask_numel, ring, ring_steps, ring_lanes, ring_w, PACK,
+            part - parts, lanes, w, mask_numel, ring, ring_steps, ring_lanes, ring_w, RING,
         )  # fmt: skip

@@ -9,10 +9,10 @@ acknowledged it, which took 7 to 14 us a step on an H200.
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,22 +24,22 @@ Tensor = Any
 Kinds = dict[str, tuple[str, tuple[int, ...]]]  # field of a Step to dtype and shape
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(NamedTuple):
     """What a launch packs besides its check: `has` are the bits of PACKED that are present, `ring`
     the tensor and the sizes that tell the places in it.
     """
 
     ring: tuple[Tensor, int, int, int]
-    buffers: Buffers
     lanes: int
     w: int
     has: int
 
-    def kinds(self, bs: int) -> Kinds:
-        """What a step of `bs` live requests leaves in a slot, for `Ring.note`."""
+    def kinds(self, buffers: Buffers, bs: int) -> Kinds:
+        """What a step of `bs` live requests in buffers like these leaves in a slot, for
+        `Ring.place`.
+        """
         has = {name for name, bit in PACKED.items() if self.has & bit}
-        return _kinds(self.buffers, has, bs, self.lanes, self.w)
+        return _kinds(buffers, has, bs, self.lanes, self.w)
 
 
 class Packer:
@@ -48,6 +48,7 @@ class Packer:
     def __init__(self, ring: Any, device: torch.device | str) -> None:
         self.ring = ring
         self.tensor = torch.zeros((ring.steps, ring.words), dtype=torch.int64, device=device)
+        self._sizes = (self.tensor, ring.steps, ring.lanes, ring.w)
 
     def restart(self) -> None:
         """The check counts from 1 again, after warm-up and capture: forget every step. Queued on
@@ -67,18 +68,21 @@ class Packer:
                 f"a ring for {self.ring.lanes} requests of {self.ring.w} rows was expected to "
                 f"hold the step, found {lanes} of {w}; make the ring larger."
             )
-        has = sum(bit for name, bit in PACKED.items() if getattr(buffers, name) is not None)
+        has = 0
+        for value, bit in zip(_arrays(buffers), PACKED.values(), strict=True):
+            if value is not None:
+                has |= bit
         has &= ~without
         if has & _MASK_NEEDS != _MASK_NEEDS:
             has &= ~PACKED["mask"]
-        ring = (self.tensor, self.ring.steps, self.ring.lanes, self.ring.w)
-        return Pack(ring, buffers, lanes, w, has)
+        return Pack(self._sizes, lanes, w, has)
 
     def reader(self) -> Reader:
         """What the host calls to get the slots."""
         return Reader(self.tensor)
 
 
+_arrays = operator.attrgetter(*PACKED)
 _MASK_NEEDS = PACKED["mask"] | PACKED["qo_indptr"] | PACKED["mask_indptr"]
 
 

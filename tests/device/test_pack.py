@@ -52,7 +52,7 @@ class Device:
             torch.cuda.synchronize()
         if settled:
             who = one.who.step_id, one.who.rids
-            self.ring.place(self.mark, bare(one), pack.kinds(one.bs), who)
+            self.ring.place(self.mark, bare(one), pack.kinds(buffers, one.bs), who)
 
     @property
     def ids(self) -> list[int]:

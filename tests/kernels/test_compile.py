@@ -48,7 +48,7 @@ build(verify_kernel._move_kernel, {"COLUMNS": 8, "TILE": 1024})
 build(parents_kernel, {"W": 16, "ROUNDS": 4, "ROWS": 16})
 build(parents_kernel, {"W": 2048, "ROUNDS": 11, "ROWS": 16})
 for pack in (0, sum(PACKED.values())):
-    constants = {"HAS": EVERYTHING, "PACK": pack, **TILE}
+    constants = {"HAS": EVERYTHING, "RING": pack, **TILE}
     build(device.verify_kernel, constants, CHECKED, num_warps=4, maxnreg=64)
 
 OTHERS |= {f"{name}_ptr": "*bf16" for name in "qokv"} | {"scale": "fp32", "errors_ptr": "*i32"}
