@@ -1,5 +1,6 @@
 """The check's launch fills the ring with what the host would have put there."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,10 @@ class Device:
         self.mark = 0
 
     def run(
-        self, one: Step, settled: bool = True, without: int = 0, tile: Tile | None = None
-    ) -> None:
-        buffers = buffers_of(one, DEVICE)
+        self, one: Step, settled: bool = True, without: int = 0, tile: Tile | None = None,
+        **other: Any,
+    ) -> None:  # fmt: skip
+        buffers = dataclasses.replace(buffers_of(one, DEVICE), **other)
         pack = self.packer.pack(buffers, one.padded_bs, one.w, without)
         self.check.check(self.check.bind(buffers, shape_of(one), tile, pack))
         self.check.close()
@@ -92,6 +94,37 @@ def test_cells_that_are_not_one_are_seen_as_attention_sees_them() -> None:
     device.run(one)
     (expected,), (found,) = host.snapshot(), device.ring.snapshot()
     assert differences(expected, found) == []
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+@pytest.mark.parametrize("odd", [0, 1, 2, 3])
+def test_a_mask_may_begin_and_end_anywhere_in_a_word(odd: int, cut: int) -> None:
+    one = sound_step(6, lens=(0, 3), w=9).replace(outcome=Outcome())
+    cells = one.mask.cells[: len(one.mask.cells) - cut]
+    one = one.replace(mask__cells=cells, mask__capacity=None)
+    around = torch.full((len(cells) + 16,), 9, dtype=torch.uint8, device=DEVICE)
+    around[odd + 4 : odd + 4 + len(cells)] = torch.from_numpy(cells.copy())
+    mask = around[odd + 4 : odd + 4 + len(cells)]
+    assert mask.data_ptr() % 4 == odd
+    host, device = Ring(1, 2, 9), Device(1, 2, 9)
+    host.put(one)
+    device.run(one, mask=mask)
+    (expected,), (found,) = host.snapshot(), device.ring.snapshot()
+    assert differences(expected, found) == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_a_mask_of_a_few_cells_is_not_read_beyond_them(count: int) -> None:
+    one = sound_step(6, lens=(0, 3), w=9).replace(outcome=Outcome(), mask__capacity=None)
+    one = one.replace(mask__cells=np.ones(count, np.uint8))
+    around = torch.full((32,), 9, dtype=torch.uint8, device=DEVICE)
+    around[5 : 5 + count] = 1
+    host, device = Ring(1, 2, 9), Device(1, 2, 9)
+    host.put(one)
+    device.run(one, mask=around[5 : 5 + count])
+    (expected,), (found,) = host.snapshot(), device.ring.snapshot()
+    assert differences(expected, found) == []
+    assert np.unpackbits(found.mask.tree_bits).sum() == count
 
 
 FAR = 2**62
