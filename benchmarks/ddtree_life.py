@@ -5,7 +5,12 @@ tokens inside an accepted path, small limits of new tokens, prompts whose KV an 
 in the radix cache, requests that keep running while others are aborted, and requests that SGLang
 takes back and prefills again because the pool is full. It checks its KV pool for leaks whenever it
 is idle and ends the server if it finds one, which would show here.
-With --tp the same on two GPUs against plain decoding on one. Rows go to OUT/ddtree_life.json.
+Rows go to OUT/ddtree_life.json.
+
+With --tp the same on two GPUs against plain decoding on one, rows to OUT/ddtree_tp.json. The tokens
+of the model are renumbered first, so that both ranks own tokens of every text, and its vocabulary
+is cut to a size that SGLang pads. The guard runs on both ranks and compares what they saw; in one
+engine the digests of the last rank tell another story on purpose.
 """
 
 from __future__ import annotations
@@ -21,20 +26,59 @@ from typing import Any
 
 from engines import Setup, run_all, save, start, text_prompts
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ddtree_guard.render import parse_line
+
 PLAIN = Setup(dtype="float32")
-TREE = Setup("DDTREE", 16, dtype="float32")
+TREE = Setup("DDTREE", 16, dtype="float32", max_bs=12)  # as many as there are prompts
 SETUPS = (PLAIN, TREE, replace(TREE, graphs=False, overlap=False), replace(TREE, pool=2600))
-TWO = (PLAIN, replace(TREE, tp=2), replace(TREE, tp=2, graphs=False))
+PAIR = replace(TREE, tp=2, guard="log", depth="full")
+TWO = (
+    PLAIN, PAIR, replace(PAIR, graphs=False), replace(PAIR, overlap=False, plant="X1,X4"),
+)  # fmt: skip
 NEWLINE, SPACE = 10, 32
+CONTEXT = 2048  # of the tiny model
+VOCAB, STRIDE = 290, 3  # of the shuffled model: token t becomes STRIDE * t modulo VOCAB
 
 
-def cell(setup: Setup, model: Path, folder: Path) -> None:
+def shuffle(model: Path, out: Path) -> Path:
+    """Write the model with another numbering of its tokens. Only padding is cut off."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    ids = torch.arange(VOCAB) * STRIDE % VOCAB
+    for name in ("target", "draft"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+        config = json.loads((model / name / "config.json").read_text()) | {"vocab_size": VOCAB}
+        if "dflash_config" in config:
+            mask = config["dflash_config"]["mask_token_id"]
+            config["dflash_config"]["mask_token_id"] = renamed(mask)
+        weights = load_file(model / name / "model.safetensors")
+        for key in ("model.embed_tokens.weight", "lm_head.weight"):
+            if key in weights:
+                weights[key] = torch.empty_like(weights[key][:VOCAB]).index_copy_(
+                    0, ids, weights[key][:VOCAB]
+                )
+        save_file(weights, out / name / "model.safetensors", metadata={"format": "pt"})
+        (out / name / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def renamed(token: int) -> int:
+    """A token of the tiny model in the shuffled one."""
+    return token * STRIDE % VOCAB
+
+
+def cell(setup: Setup, model: Path, folder: Path, two: bool) -> None:
     """All chapters of one engine; what it has is saved after each."""
     begun, engine = time.monotonic(), start(setup, model)
-    prompts = text_prompts(12, seed=21)
+    prompts, place = text_prompts(12, seed=21), renamed if two else int
+    prompts = [[place(token) for token in prompt] for prompt in prompts]
+    ends = [place(token) for token in (NEWLINE, SPACE, ord("e"))]
     found: dict[str, Any] = {"started_s": time.monotonic() - begun}
-    for chapter in (stops, limits, reuse, aborts, idle):
-        found[chapter.__name__] = chapter(engine, prompts)
+    for chapter in CHAPTERS:
+        found[chapter.__name__] = chapter(engine, prompts, ends)
         save(folder / f"{setup.name}.json", found)
     engine.shutdown()
 
@@ -45,21 +89,30 @@ def ask(engine: Any, prompts: list[list[int]], params: Any) -> list[list[int]]:
     return [[*out["output_ids"], out["meta_info"]["finish_reason"]["type"]] for out in outs]
 
 
-def stops(engine: Any, prompts: list[list[int]]) -> Any:
+def stops(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
     """Stop tokens, which often lie inside the accepted path."""
     params = [{"temperature": 0.0, "max_new_tokens": 80, "stop_token_ids": [at]}
-              for at in (NEWLINE, SPACE, ord("e"))]  # fmt: skip
+              for at in ends]  # fmt: skip
     return [ask(engine, prompts, [one] * len(prompts)) for one in params]
 
 
-def limits(engine: Any, prompts: list[list[int]]) -> Any:
+def limits(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
     """Every number of new tokens from 1 to 12 in one batch."""
     params = [{"temperature": 0.0, "max_new_tokens": n + 1, "ignore_eos": True}
               for n in range(len(prompts))]  # fmt: skip
     return ask(engine, prompts, params)
 
 
-def reuse(engine: Any, prompts: list[list[int]]) -> Any:
+def brim(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
+    """Long prompts, answered until the context is full. Slots are reserved beyond its end."""
+    whole = [token for prompt in prompts for token in prompt] * 3
+    long = [whole[61 * n : 61 * n + CONTEXT - 24 - 5 * n] for n in range(len(prompts))]
+    params = [{"temperature": 0.0, "max_new_tokens": CONTEXT - len(prompt), "ignore_eos": True}
+              for prompt in long]  # fmt: skip
+    return ask(engine, long, params)
+
+
+def reuse(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
     """Each answer continues, its prompt being what the last one was and said."""
     params = {"temperature": 0.0, "max_new_tokens": 23, "ignore_eos": True}
     texts = [list(prompt) for prompt in prompts]
@@ -69,7 +122,7 @@ def reuse(engine: Any, prompts: list[list[int]]) -> Any:
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def aborts(engine: Any, prompts: list[list[int]]) -> Any:
+def aborts(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
     """Half of the requests are aborted while the others run."""
     params = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 
@@ -90,11 +143,14 @@ def aborts(engine: Any, prompts: list[list[int]]) -> Any:
     return loop.run_until_complete(all_of())[::2]  # the aborted half ends where it may
 
 
-def idle(engine: Any, prompts: list[list[int]]) -> Any:
+def idle(engine: Any, prompts: list[list[int]], ends: list[int]) -> Any:
     """SGLang looks for leaks while it idles; then it must still answer."""
     time.sleep(2.0)
     params = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
     return ask(engine, prompts, [params] * len(prompts))
+
+
+CHAPTERS = (stops, limits, brim, reuse, aborts, idle)
 
 
 def report(folder: Path, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:
@@ -104,7 +160,7 @@ def report(folder: Path, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:
     for setup in setups[1:]:
         path = folder / f"{setup.name}.json"
         found = json.loads(path.read_text()) if path.exists() else {}
-        for chapter in (stops, limits, reuse, aborts, idle):
+        for chapter in CHAPTERS:
             name = chapter.__name__
             wanted, got = flat(reference.get(name)), flat(found.get(name))
             rows.append({
@@ -115,6 +171,31 @@ def report(folder: Path, setups: tuple[Setup, ...]) -> list[dict[str, Any]]:
                 if len(got) == len(wanted) and got else None,
             })  # fmt: skip
     return rows
+
+
+def guarded(folder: Path, setup: Setup) -> dict[str, Any]:
+    """What the guard of an engine on two GPUs did and found, by rank."""
+    log = (folder / f"{setup.name}.log").read_text(errors="replace").splitlines()
+    boot = [line.partition(" dumps=")[0] for line in log if "ddtree_guard armed=" in line]
+    lines = [
+        found for line in log if "ddtree_guard finding" in line and (found := parse_line(line))
+    ]
+    row: dict[str, Any] = {"setup": setup.name, "boot": boot[:1], "lines": lines[:8], "ranks": {}}
+    for rank in ("", ".TP1"):
+        path = folder / f"{setup.name}.live{rank}.json"
+        live = json.loads(path.read_text()) if path.exists() else {}
+        kept = ("verify_steps", "steps_checked", "findings", "skipped", "faults", "ranks_compared")
+        row["ranks"][rank[1:] or "TP0"] = {name: live.get(name) for name in kept}
+        if not rank:
+            row["planted"] = live.get("planted", {})
+    return row
+
+
+def upper_half(folder: Path) -> float:
+    """Share of plain decoding's tokens that the second of two ranks owns."""
+    found = json.loads((folder / f"{PLAIN.name}.json").read_text())["aborts"]
+    tokens = [token for answer in found for token in answer]
+    return sum(token >= 160 for token in tokens) / len(tokens)  # 290 is padded to 2 * 160
 
 
 def flat(value: Any) -> list[Any]:
@@ -136,13 +217,18 @@ def main() -> None:
     name = "ddtree_tp" if args.tp else "ddtree_life"
     folder, setups = args.out / name, TWO if args.tp else SETUPS
     if args.cell:
-        cell(Setup(**json.loads(args.cell)), args.model, folder)
+        cell(Setup(**json.loads(args.cell)), args.model, folder, args.tp)
         return
-    extra = [str(args.model), str(args.out), *(["--tp"] if args.tp else [])]
+    model = shuffle(args.model, folder / "model") if args.tp else args.model
+    extra = [str(model), str(args.out), *(["--tp"] if args.tp else [])]
     run_all(__file__, setups, folder, args.seconds, extra)
     rows = report(folder, setups)
-    save(args.out / f"{name}.json", {"rows": rows})
-    for row in rows:
+    result: dict[str, Any] = {"rows": rows}
+    if args.tp:
+        result["guarded"] = [guarded(folder, setup) for setup in setups[1:]]
+        result["tokens_of_second_rank"] = upper_half(folder)
+    save(args.out / f"{name}.json", result)
+    for row in [*rows, *result.get("guarded", [])]:
         print(json.dumps(row))
 
 

@@ -3,7 +3,8 @@
 1. Tree building at the vocabulary of Qwen3: from the drafter's logits to the tree and its mask,
    against a heap on the host that gets the same candidates (copied there, as it must).
 2. With --model: tokens per second and accept length of plain decoding, DFLASH and DDTREE on the
-   tiny model.
+   tiny model, in rounds: every engine once, then every engine again, so that a drift of the box
+   meets all of them.
 3. With --shaped: GPU time of the target's forward in a step, on a dummy of Qwen3-8B's shape.
 
 All engines are started at once and measured one after the other, so they share one box and one run.
@@ -123,7 +124,7 @@ QWEN3_8B = {
 }  # fmt: skip
 SHAPED = tuple(
     Setup(name, budget, max_bs=8, time=True, memory=0.9, pool=9000)
-    for name, budget in (("", 0), ("DFLASH", 0), ("DDTREE", 16), ("DDTREE", 64))
+    for name, budget in (("", 0), ("DFLASH", 0), *(("DDTREE", b) for b in BUDGETS))
 )
 TINY = tuple(
     Setup(name, budget)
@@ -146,69 +147,94 @@ def write_shaped(folder: Path) -> Path:
     return folder
 
 
-def await_turn(folder: Path, turn: int, turns: int) -> None:
-    """Until every engine is up (or `go` says not to wait any longer) and those before are done.
-
-    Raises RuntimeError for an engine that comes too late: it would disturb the others.
-    """
+def come_up(folder: Path, engine: int) -> None:
+    """Say that an engine is up. Raises RuntimeError where it comes too late: it would disturb."""
     if (folder / "go").exists():
         raise RuntimeError("this engine came up too late to be measured")
-    (folder / f"ready.{turn}").touch()
-    changed, last = time.monotonic(), set[int]()
+    (folder / f"ready.{engine}").touch()
+
+
+def await_turn(folder: Path, slot: int, turns: int) -> None:
+    """Until every engine is up (or `go` says not to wait longer) and all earlier slots are over.
+
+    Engine e has the slots e, e + turns, e + 2 * turns, ..
+    """
+    changed, last = time.monotonic(), (set[int](), set[int]())
     while True:
-        up = {at for at in range(turns) if (folder / f"ready.{at}").exists()}
-        over = {
-            int(path.suffix[1:]) for path in folder.glob("[df]*.*") if path.suffix[1:].isdigit()
-        }
-        if over != last:
-            changed, last = time.monotonic(), over
-        begun = (folder / "go").exists() or len(up | over) == turns
+        up, done, failed = (numbers(folder, word) for word in ("ready", "done", "failed"))
+        if (done, failed) != last:
+            changed, last = time.monotonic(), (done, failed)
+        begun = (folder / "go").exists() or len(up | failed) == turns
         if not begun:
             changed = time.monotonic()
         dead = time.monotonic() - changed > 30  # an engine that ended without a word
-        if begun and (dead or all(at in over for at in up if at < turn)):
+        missing = [at for at in range(slot) if at not in done and at % turns in up - failed]
+        if begun and (dead or not missing):
             return
-        time.sleep(0.1)
+        time.sleep(0.02)
 
 
-def engine_cell(setup: Setup, model: Path, folder: Path, turn: int, turns: int) -> None:
-    """Start, warm up, wait for this engine's turn, measure."""
+def numbers(folder: Path, word: str) -> set[int]:
+    """Slots or engines that have left a file `word.N`."""
+    return {int(path.suffix[1:]) for path in folder.glob(f"{word}.*")}
+
+
+def engine_cell(setup: Setup, args: argparse.Namespace, folder: Path) -> None:
+    """Start, warm up, measure whenever it is this engine's turn."""
+    names = args.names.split(",")
+    turn, turns = names.index(setup.name), len(names)
     try:
         if setup.time:
-            shaped_cell(setup, folder, turn, turns)
+            shaped_cell(setup, args, folder, turn, turns)
         else:
-            tiny_cell(setup, model, folder, turn, turns)
+            tiny_cell(setup, args, folder, turn, turns)
     except BaseException:
         (folder / f"failed.{turn}").touch()
         raise
-    (folder / f"done.{turn}").touch()
 
 
-def tiny_cell(setup: Setup, model: Path, folder: Path, turn: int, turns: int) -> None:
-    """Tokens per second of one tiny engine."""
-    engine, prompts = start(setup, model), text_prompts(16, seed=5)
-    generate(engine, prompts, 64)
-    generate(engine, prompts[:1], 64)
-    await_turn(folder, turn, turns)
-    rows = []
+def tiny_cell(setup: Setup, args: argparse.Namespace, folder: Path, turn: int, turns: int) -> None:
+    """Tokens per second of one tiny engine, until the rounds or their time are over."""
+    engine, prompts = start(setup, args.model), text_prompts(16, seed=5)
     for bs in (1, 4, 16):
-        for repeat in range(3):
-            begun = time.perf_counter()
-            outs = generate(engine, prompts[:bs], 256)
-            seconds = time.perf_counter() - begun
-            tokens, steps = sum(len(o["ids"]) for o in outs), sum(o["steps"] for o in outs)
-            rows.append({
-                "algorithm": setup.algorithm or "plain", "budget": setup.budget, "bs": bs,
-                "repeat": repeat, "tokens_per_second": tokens / seconds,
-                "accept_length": tokens / steps if steps else 1.0,
-            })  # fmt: skip
+        generate(engine, prompts[:bs], 64)
+    come_up(folder, turn)
+    rows: list[dict[str, Any]] = []
+    for repeat in range(args.rounds):
+        slot = turn + repeat * turns
+        await_turn(folder, slot, turns)
+        if time.time() < args.until:
+            rows += measured(setup, engine, prompts, repeat)
             save(folder / f"{setup.name}.json", rows)
-    (folder / f"done.{turn}").touch()
+        (folder / f"done.{slot}").touch()
+    (folder / f"done.{turn + args.rounds * turns}").touch()
+    await_turn(folder, turns * args.rounds, turns)  # nobody ends while another is measured
     engine.shutdown()
 
 
-def shaped_cell(setup: Setup, folder: Path, turn: int, turns: int) -> None:
-    """GPU time of the target's forwards of one dummy engine, by number of requests."""
+def measured(setup: Setup, engine: Any, prompts: Any, repeat: int) -> list[dict[str, Any]]:
+    """One round of an engine."""
+    rows = []
+    generate(engine, prompts, 24)  # awake: an engine sleeps between its turns
+    for bs in (1, 4, 16):
+        begun = time.perf_counter()
+        outs = generate(engine, prompts[:bs], 192)
+        seconds = time.perf_counter() - begun
+        tokens, steps = sum(len(o["ids"]) for o in outs), sum(o["steps"] for o in outs)
+        rows.append({
+            "algorithm": setup.algorithm or "plain", "budget": setup.budget, "bs": bs,
+            "repeat": repeat, "tokens_per_second": tokens / seconds,
+            "accept_length": tokens / steps if steps else 1.0,
+        })  # fmt: skip
+    return rows
+
+
+def shaped_cell(
+    setup: Setup, args: argparse.Namespace, folder: Path, turn: int, turns: int
+) -> None:
+    """GPU time of the target's forwards of one dummy engine, by number of requests, once, behind
+    all rounds of the tiny engines.
+    """
     import random
 
     engine = start(setup, write_shaped(folder / "shaped"), load_format="dummy")
@@ -216,7 +242,19 @@ def shaped_cell(setup: Setup, folder: Path, turn: int, turns: int) -> None:
     prompts = [[rng.randrange(1000, 100_000) for _ in range(512)] for _ in range(8)]
     generate(engine, prompts, 8)
     generate(engine, prompts[:1], 8)
-    await_turn(folder, turn, turns)
+    for repeat in range(args.rounds):
+        (folder / f"done.{turn + repeat * turns}").touch()
+    come_up(folder, turn)
+    slot = turn + args.rounds * turns
+    await_turn(folder, slot, turns)
+    rows = measured_shaped(setup, engine, prompts)
+    save(folder / f"shaped-{setup.name}.json", rows)
+    (folder / f"done.{slot}").touch()
+    engine.shutdown()
+
+
+def measured_shaped(setup: Setup, engine: Any, prompts: Any) -> list[dict[str, Any]]:
+    """What the probe in the engine timed, for one request and for eight."""
     live = Path(os.environ["DDTREE_LIVE"])
     time.sleep(1.2)  # the live file is written twice a second
     skip = len(json.loads(live.read_text())["forward_ms"])
@@ -233,9 +271,7 @@ def shaped_cell(setup: Setup, folder: Path, turn: int, turns: int) -> None:
         mine = sorted(ms for bs, ms in taken if bs == row["bs"])
         row |= {"algorithm": setup.algorithm or "plain", "budget": setup.budget, "context": 512,
                 "forwards": len(mine), "forward_ms": summary(mine)}  # fmt: skip
-    save(folder / f"shaped-{setup.name}.json", rows)
-    (folder / f"done.{turn}").touch()
-    engine.shutdown()
+    return rows
 
 
 def summary(sample: list[float]) -> dict[str, float] | None:
@@ -248,11 +284,14 @@ def summary(sample: list[float]) -> dict[str, float] | None:
 
 
 def main() -> None:
-    """Trees first, then the engines."""
+    """The engines, then the trees if there is time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shaped", action="store_true")
+    parser.add_argument("--budgets", type=int, nargs="*", help="of the shaped engines only these")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--until", type=float, default=0.0, help="end of the rounds, epoch seconds")
     parser.add_argument("--wave", type=int, default=10, help="engines that are up at a time")
     parser.add_argument("--names", default="")
     parser.add_argument("--seconds", type=float, default=200.0)
@@ -260,18 +299,19 @@ def main() -> None:
     args = parser.parse_args()
     folder, path = args.out / "ddtree_speed", args.out / "ddtree_speed.json"
     folder.mkdir(parents=True, exist_ok=True)
-    setups = [*(TINY if args.model else ()), *(SHAPED if args.shaped else ())]
+    shaped = [s for s in SHAPED if args.budgets is None or s.budget in args.budgets]
+    setups = [*(TINY if args.model else ()), *(shaped if args.shaped else ())]
     if args.cell:
-        setup, names = Setup(**json.loads(args.cell)), args.names.split(",")
-        engine_cell(setup, args.model, folder, names.index(setup.name), len(names))
+        engine_cell(Setup(**json.loads(args.cell)), args, folder)
         return
     deadline = time.monotonic() + args.seconds
     for at in range(0, len(setups), args.wave):
         run_wave(setups[at : at + args.wave], args, folder, deadline - time.monotonic())
         result: dict[str, Any] = {"environment": environment(), **collected(folder)}
         write(path, result)
-    result["trees"] = tree_cells()
-    write(path, result)
+    if deadline - time.monotonic() > 10:
+        result["trees"] = tree_cells()
+        write(path, result)
     print(json.dumps(result))
 
 
@@ -284,11 +324,13 @@ def run_wave(setups: list[Setup], args: argparse.Namespace, folder: Path, left: 
         for stale in folder.glob(f"{word}*"):
             stale.unlink()
     extra = [str(args.out), *(["--model", str(args.model)] if args.model else [])]
-    extra += ["--names", ",".join(setup.name for setup in setups)]
-    go = threading.Timer(0.65 * min(left, 120), (folder / "go").touch)
+    extra += ["--names", ",".join(setup.name for setup in setups), "--rounds", str(args.rounds)]
+    once = 4.0 * sum(setup.time for setup in setups)  # a shaped engine's turn
+    extra += ["--until", str(time.time() + left - once - 8)]
+    go = threading.Timer(max(0.5 * left, left - once - 45), (folder / "go").touch)
     go.daemon = True
     go.start()
-    run_all(__file__, setups, folder, min(left, 150), extra)
+    run_all(__file__, setups, folder, left, extra)
     go.cancel()
 
 

@@ -1,10 +1,10 @@
 """The guard on live DDTREE workers: `python benchmarks/ddtree_watch.py MODEL OUT`.
 
 Planted engines get the fault of every active rule, one after another, and each must be named on its
-own step, before the step's tokens leave. Sound ones (`--only sound`; losslessness.py has more) run
-at depth `full` until enough steps are checked, and must give no finding. On the way every step
-says what DFLASH's chain, which is the spine of its tree, would have committed from the same
-state. Rows go to OUT/ddtree_watch.json.
+own step, before the step's tokens leave. A rule whose fault is not planted has a row that says why.
+Sound ones (`--only sound`; losslessness.py has more) run at depth `full` until enough steps are
+checked, and must give no finding. On the way every step says what DFLASH's chain, which is the
+spine of its tree, would have committed from the same state. Rows go to OUT/ddtree_watch.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from engines import Setup, generate, run_all, save, start, text_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ddtree_guard.guard import find_rule
 from ddtree_guard.render import parse_line
+from ddtree_guard.rule import Scope
+from ddtree_guard.testing.faults import FAULTS
 
 TREE = Setup("DDTREE", 16, guard="log", depth="full")
 SOUND = (
@@ -30,8 +33,33 @@ SOUND = (
     replace(TREE, budget=64),
     replace(TREE, budget=7, overlap=False),
 )
-PLANTED = (replace(TREE, plant=True), replace(TREE, plant=True, graphs=False))
+SPOILT = replace(TREE, plant="on", shadow=8)
+PLANTED = (SPOILT, replace(SPOILT, graphs=False))
 LINE = "ddtree_guard finding"
+_OWN = "cannot occur: "
+_BLIND = "may occur, and no hook looks: "
+# Faults that are not planted into a live DDTREE engine.
+ABSENT = {
+    "CFG3": _OWN + "DDTREE refuses budgets and blocks beyond its limits at start",
+    "CFG4": _OWN + "EAGLE's arithmetic of steps and top-k, which DDTREE does not have",
+    "CFG6": _BLIND + "the drafter's rope table is not read from a live runner",
+    "W4": _OWN + "the Triton backend's mask is flat and has no row stride",
+    "T5": _BLIND + "the drafter's favourites are not in the step; the search puts them first",
+    "P2": _BLIND + "the target's rope table is not read from a live runner",
+    "K6": _BLIND + "the allocator's books are not read; SGLang counts its pool when it idles",
+    "K9": _OWN + "DDTREE refuses KV pages of more than one token",
+    "K10": _OWN + "DDTREE refuses models with a sliding window",
+    "G2": _BLIND + "SGLang stamps no generation on a graph's inputs",
+    "G7": _BLIND + "outputs of a step are not marked",
+    "A5": _BLIND + "hidden rows given to the drafter are not in the step",
+    "A7": _BLIND + "the drafter's first position is not in the step",
+    "L1": _BLIND + "logits are not looked at",
+    "L3": _OWN + "the worker has one walk for greedy and sampled rows, so it chooses no rule",
+    "L4": _OWN + "DDTREE refuses requests with a grammar",
+    "X1": "one rank has no peers: see ddtree_tp.json",
+    "X4": "one rank has no peers: see ddtree_tp.json",
+}
+NO_GRAPH = "cannot occur: no graph is replayed in eager mode"
 
 
 def cell(setup: Setup, model: Path, folder: Path, steps: int, seconds: float) -> None:
@@ -80,7 +108,12 @@ def watched(setup: Setup, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     if setup.plant:
         row |= {"left": live["left"], "active": live["active"]}
-        row["planted"] = {rule: judged(rule, plan) for rule, plan in live["planted"].items()}
+        planted = {rule: plan for rule, plan in live["planted"].items() if rule not in ABSENT}
+        row["planted"] = {rule: judged(rule, plan) for rule, plan in planted.items()}
+        row["absent"] = {
+            rule: ABSENT.get(rule) or ("not reached" if rule in live["left"] else NO_GRAPH)
+            for rule in FAULTS if rule not in row["planted"]
+        }  # fmt: skip
     return row
 
 
@@ -101,11 +134,13 @@ def judged(rule: str, plan: dict[str, Any]) -> dict[str, Any]:
     return {
         **{
             name: plan[name]
-            for name in ("at", "path", "how", "device", "changed", "not_checked", "error")
+            for name in ("at", "path", "how", "device", "changed", "layer", "not_checked", "error")
             if name in plan
         },
         "found": bool(own),
-        "right_request": any(found["rid"] in (plan["rid"], None) for found in own),
+        "right_request": any(found["rid"] in (plan["rid"], None) for found in own)
+        if find_rule(rule).scope is Scope.REQUEST
+        else None,
         "tokens_left": own[0]["tokens_left"] if own else None,
         "headline": own[0]["headline"] if own else None,
         "also": others,

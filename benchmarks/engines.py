@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -50,7 +50,8 @@ class Setup:
     chunk: int = 0  # prefill chunk; 0 is SGLang's own
     deterministic: bool = False  # the seeds of requests count
     depth: str = "fast"
-    plant: bool = False
+    plant: str = ""  # "on" for every rule, or some
+    shadow: int = 0  # compare attention in every n-th step
     time: bool = False  # measure the target's forwards
     tp: int = 1
     pool: int = 60_000  # KV slots; few of them make SGLang take requests back
@@ -69,7 +70,9 @@ class Setup:
             "incident": self.incident, self.dtype: self.dtype != "auto",
             "guarded": self.plain_guard,
             f"chunk{self.chunk}": self.chunk, "deterministic": self.deterministic,
-            "timed": self.time, "planted": self.plant, f"tp{self.tp}": self.tp > 1,
+            "timed": self.time, "planted": self.plant == "on",
+            f"planted-{self.plant.replace(',', '-')}": self.plant not in ("", "on"),
+            f"tp{self.tp}": self.tp > 1,
             f"pool{self.pool}": self.pool != 60_000, self.site.lower(): self.site,
             "sync": not self.overlap,
         }  # fmt: skip
@@ -87,12 +90,15 @@ class Setup:
             "SGLANG_DDTREE_GUARD_BACKEND": "auto" if self.incident else self.backend,
             "SGLANG_DDTREE_GUARD": self.guard,
             "SGLANG_DDTREE_GUARD_DEPTH": self.depth,
-            "DDTREE_LIVE_PLANT": "on" if self.plant else "",
+            "SGLANG_DDTREE_GUARD_SHADOW_EVERY": str(self.shadow),
+            "DDTREE_LIVE_PLANT": self.plant,
             "DDTREE_LIVE_TIME": "on" if self.time else "",
         }
         if self.dtype == "float32":
             # three TF32 products make one of nearly float32; a single one would round to 10 bits
             values |= {"DDTREE_FLOAT32": "on", "TRITON_F32_DEFAULT": "tf32x3"}
+        if self.tp > 1:  # other engines may hold memory of one of the GPUs
+            values["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         return values
 
 
@@ -102,11 +108,13 @@ def paths() -> list[str]:
     return [str(here.parent), str(here), str(write_plugins())]
 
 
-def unused_models() -> str:
-    """SGLang's model files but those of the tiny model: an engine imports hundreds otherwise."""
+def unused_models(more: Set[str] = frozenset()) -> str:
+    """SGLang's model files but those of the tiny model and `more`: an engine imports hundreds
+    otherwise.
+    """
     spec = find_spec("sglang")
     roots = [] if spec is None else spec.submodule_search_locations or []
-    kept = {"qwen2", "qwen3", "dflash", "utils", "registry", "__init__"}
+    kept = {"qwen2", "qwen3", "dflash", "utils", "registry", "__init__", *more}
     names = {path.stem for root in roots for path in Path(root).glob("srt/models/*.py")}
     return ",".join(sorted(names - kept))
 
@@ -149,6 +157,9 @@ def start(setup: Setup, model: Path, **more: Any) -> Any:
         "enable_deterministic_inference": setup.deterministic,
         "dtype": setup.dtype,
         "tp_size": setup.tp,
+        # SGLang takes one that is free just now, as do the engines that start beside this one
+        "nccl_port": 20_000 + os.getpid() % 10_000,
+        "disable_custom_all_reduce": setup.tp > 1,
         "sleep_on_idle": True,  # engines that wait leave the processors to the one that works
         "log_level": "warning",
     }

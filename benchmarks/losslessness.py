@@ -89,7 +89,7 @@ def cell(setup: Setup, args: argparse.Namespace, folder: Path) -> None:
     path, begun = folder / f"{setup.name}.json", time.monotonic()
     done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     seen = {(row["bs"], row["budget"], row["first"]) for row in done}
-    jobs = [job for job in jobs_of(setup) if job not in seen]
+    jobs = [job for job in jobs_of(setup) if job not in seen and job[1] <= args.widest]
     prompts, score = text_prompts(PROMPTS), setup in (PLAIN, PLAIN_EXACT)
     if not jobs and not score:
         return
@@ -327,6 +327,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=4, help="engines beside the plain ones")
     parser.add_argument("--hold", type=float, default=0.0, help="seconds until the fifth starts")
     parser.add_argument("--only", default="", help="a pattern of engine names; plain ones always")
+    parser.add_argument("--widest", type=int, default=BUDGET_MAX, help="budget of the cells to run")
     parser.add_argument("--wait", type=float, default=0.0)
     parser.add_argument("--merge", nargs="+", type=Path, help="results to put together into OUT")
     parser.add_argument("--cell")
@@ -357,7 +358,7 @@ def main() -> None:
 def run_engines(everything: list[Setup], folder: Path, args: argparse.Namespace) -> None:
     """The plain engines run beside the others and are released to score when those are done."""
     begun = time.monotonic()
-    extra = [str(args.model), str(args.out)]
+    extra = [str(args.model), str(args.out), "--widest", str(args.widest)]
 
     def one(setup: Setup, spare: float) -> None:
         left = args.total - (time.monotonic() - begun) - spare

@@ -24,6 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from engines import unused_models
+
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB, CONTEXT = 32_000, 8192
 FEW = 64  # tokens of the EAGLE cells: a random drafter then hits now and then
@@ -38,8 +40,10 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One engine. `tool` is off, guard, kv_canary or async_assert; `w` the verify width. `site` is
-    a folder with another SGLang than the interpreter's, put first on the path; `release` names it.
+    """One engine. `tool` is off, guard, control (a second off), kv_canary or async_assert; `w` the
+    verify width. `site` is a folder with another SGLang than the interpreter's, put first on the
+    path; `release` names it. `gpu` and `cpus` are what its processes may use; all that there is by
+    default. `pool` is the number of KV slots; `asked` lets the probe write only when it is asked.
     """
 
     algorithm: str
@@ -56,6 +60,10 @@ class Cell:
     incident: bool = False  # DDTREE on the stock backend
     release: str = ""
     site: str = ""
+    gpu: str = ""
+    cpus: tuple[int, ...] = ()
+    pool: int = 0
+    asked: bool = False
     folder: str = "/tmp/ddtree-guard-bench"
 
     @property
@@ -123,8 +131,10 @@ def engine_options(cell: Cell, models: dict[str, Path]) -> dict[str, Any]:
         "skip_tokenizer_init": True, "attention_backend": "triton",
         "sampling_backend": "pytorch", "grammar_backend": "none", "log_level": "warning",
         # small pools, so that several engines share one GPU
-        **({"mem_fraction_static": 0.85, "max_total_tokens": 80_000} if cell.shape == "small"
-           else {"mem_fraction_static": 0.97, "max_total_tokens": 16_000, "context_length": 1024}),
+        **({"mem_fraction_static": 0.85, "max_total_tokens": cell.pool or 80_000}
+           if cell.shape == "small" else
+           {"mem_fraction_static": 0.97, "max_total_tokens": cell.pool or 16_000,
+            "context_length": 1024}),
         "max_running_requests": cell.max_running, "disable_cuda_graph": not cell.graphs,
         "disable_overlap_schedule": not cell.overlap, "disable_prefill_cuda_graph": True,
         "sleep_on_idle": True,  # other engines on the machine keep their cores
@@ -165,8 +175,13 @@ def environment(cell: Cell) -> dict[str, str]:
         "DDTREE_GUARD_PROBE": str(cell.path("probe.json")),
         "DDTREE_GUARD_PROBE_PLANT": cell.plant,
         "SGLANG_DDTREE_BUDGET": str(cell.w - 1) if cell.algorithm == "DDTREE" else "",
+        "DDTREE_GUARD_PROBE_ASKED": "on" if cell.asked else "",
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+        "SGLANG_DISABLED_MODEL_ARCHS": unused_models({"llama", "llama_eagle"}),
+        "OMP_NUM_THREADS": "2",
     }
+    if cell.gpu:
+        values["CUDA_VISIBLE_DEVICES"] = cell.gpu
     if cell.tool == "async_assert":
         values["SGLANG_ENABLE_ASYNC_ASSERT"] = "1"
     return values
@@ -242,19 +257,23 @@ class Child:
         path = self.cell.path("probe.json")
         return json.loads(path.read_text()) if path.exists() else {}
 
+    def ask_probe(self) -> None:
+        """Let a probe that waits to be asked write its file anew, within half a second."""
+        self.cell.path("probe.json").unlink(missing_ok=True)
+
     def tail(self, lines: int = 20) -> str:
         """The end of the log."""
         self.log.flush()
         text = self.cell.path("log.txt").read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
-    def stop(self) -> None:
-        """End the engine and everything that it started."""
+    def stop(self, patience: float = 10.0) -> None:
+        """End the engine and everything that it started, softly for `patience` seconds."""
         for signal_ in ("TERM", "KILL"):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, 15 if signal_ == "TERM" else 9)
                 try:
-                    self.process.wait(10)
+                    self.process.wait(patience)
                 except subprocess.TimeoutExpired:
                     continue
         self.reader.join(10)
@@ -337,38 +356,48 @@ def fixed(engine: Any, vocab: int, count: int = 6, length: int = 64) -> list[lis
     ]
 
 
-async def block(engine: Any, concurrency: int, requests: int, length: int, seed: int) -> Any:
-    """One block of a benchmark: tokens per second, and seconds between chunks of a stream."""
-    rng = random.Random(seed)
-    prompts = [tokens(rng, 128) for _ in range(requests)]
-    slots, gaps, made = asyncio.Semaphore(concurrency), [], 0
+async def block(engine: Any, concurrency: int, length: int, warm_s: float = 0.1) -> Any:
+    """One block of a benchmark: `concurrency` requests at once, of `length` new tokens each.
 
-    async def stream(prompt: list[int], length: int = length) -> None:
-        nonlocal made
-        async with slots:
-            last, seen = None, 0
-            chunks = await engine.async_generate(
-                input_ids=prompt, sampling_params=_greedy(length), stream=True
-            )
-            async for chunk in chunks:
-                now = time.perf_counter()
-                total = chunk["meta_info"]["completion_tokens"]
-                if last is not None and total > seen:
-                    gaps.append((now - last) / (total - seen))
-                last, seen = now, total
-            made += seen
-
+    They are sent as one batch, so that the scheduler takes them in one step; the prompts are the
+    same in every block, so that after the first one their KV lies in the radix cache and n-grams
+    draft the same: blocks differ in time alone. Returns tokens_per_s, tokens, steps (verify steps,
+    summed over requests) and gaps: seconds between chunks of a stream, by the token.
+    """
+    rng = random.Random(concurrency)
+    prompts = [tokens(rng, 64) for _ in range(concurrency)]
     # an engine that was idle is slower for a moment: not measured
-    await asyncio.gather(*(stream(tokens(rng, 128), 16) for _ in range(concurrency)))
-    gaps.clear()
-    made, begun = 0, time.perf_counter()
-    await asyncio.gather(*(stream(prompt) for prompt in prompts))
-    return {"tokens_per_s": made / (time.perf_counter() - begun), "gaps": sorted(gaps)[-2000:],
-            "count": len(gaps)}  # fmt: skip
+    end = time.perf_counter() + warm_s
+    while time.perf_counter() < end:
+        await _stream(engine, prompts, 16)
+    begun = time.perf_counter()
+    made, steps, gaps = await _stream(engine, prompts, length)
+    return {"tokens_per_s": made / (time.perf_counter() - begun), "tokens": made, "steps": steps,
+            "gaps": [round(gap, 6) for gap in gaps]}  # fmt: skip
+
+
+async def _stream(engine: Any, prompts: list[Any], length: int) -> tuple[int, int, list[float]]:
+    """New tokens, verify steps, and seconds a token between the chunks of each stream."""
+    last, seen, steps = {}, dict.fromkeys(range(len(prompts)), 0), {}
+    gaps: list[float] = []
+    chunks = await engine.async_generate(
+        input_ids=prompts, sampling_params=_greedy(length), stream=True
+    )
+    async for chunk in chunks:
+        now, at, meta = time.perf_counter(), chunk["index"], chunk["meta_info"]
+        fresh = meta["completion_tokens"] - seen[at]
+        if at in last and fresh > 0:
+            gaps.append((now - last[at]) / fresh)
+        last[at], steps[at] = now, meta.get("spec_verify_ct", 0)
+        seen[at] += fresh
+    return sum(seen.values()), sum(steps.values()), gaps
 
 
 def _serve(cell: Cell) -> None:
     """The child's loop: start, answer commands, end when stdin does."""
+    if cell.cpus:
+        with contextlib.suppress(OSError):  # a container may have taken some away
+            os.sched_setaffinity(0, cell.cpus)
     models = write_model(Path(cell.folder) / "models", cell.shape, cell.vocab)
     begun = time.monotonic()
     import sglang

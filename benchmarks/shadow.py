@@ -2,10 +2,12 @@
 
     python benchmarks/shadow.py --cost          # on an idle machine
     python benchmarks/shadow.py [--out FILE] [--seconds 20] [--parallel 4] [--only incident]
+                                [--site 0.5.17=FOLDER] [--again]
 
-Engines: DDTREE at budget 16 and NGRAM, eager and with graphs, every 4th step shadowed; the same
-DDTREE on the stock backend (the incident); and engines with `CAPTURE=qkv` whose dumps are
-recomputed offline. The file is rewritten after each engine.
+Engines: DDTREE at budget 16, NGRAM, DFLASH and EAGLE with topk 4, eager and with graphs, every 4th
+step shadowed; the same DDTREE on the stock backend (the incident); engines into whose masks a fault
+is planted in every step from the 60th on; and engines with `CAPTURE=qkv` whose dumps are recomputed
+offline. The file is rewritten after each engine; engines that it holds are not measured again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,22 +33,36 @@ from ddtree_guard import render
 EVERY = 4
 FOLDER = "/tmp/ddtree-guard-shadow"
 START_S = 270.0
+ROOM_S = 75.0  # what an engine takes, start and end included
 SIZES = (  # w, query heads, KV heads, committed length
     (17, 32, 8, 512), (17, 32, 8, 4096), (17, 32, 8, 32_768), (65, 32, 8, 4096), (257, 32, 8, 4096),
 )  # fmt: skip
 
 
-def cells() -> list[Cell]:
-    """Sound engines, the incident, and engines whose dumps hold rows."""
+WIDTHS = {"DDTREE": 17, "NGRAM": 16, "DFLASH": 8, "EAGLE": 8}
+ALWAYS = "M2@60+"  # a wrong mask in every step from the 60th on: some are shadowed
+
+
+def cells(site: tuple[str, str] = ("", "")) -> list[Cell]:
+    """Sound engines, the incident, wrong masks, and engines whose dumps hold rows. `site` is the
+    release and the folder of a second SGLang, which has no incident.
+    """
     sound = [
-        Cell(algorithm, graphs, overlap, w=w, shadow=EVERY, folder=FOLDER)
+        Cell(algorithm, graphs, overlap, w=WIDTHS[algorithm], shadow=EVERY, folder=FOLDER)
         for graphs, overlap in ((True, True), (False, False))
-        for algorithm, w in (("DDTREE", 17), ("NGRAM", 16))
+        for algorithm in WIDTHS
     ]
-    kept = [replace(sound[0], capture="qkv", plant="M2@60"), replace(sound[2], plant="M2@60")]
-    kept[1] = replace(kept[1], capture="qkv")
-    broken = [replace(cell, incident=True, capture="qkv") for cell in (sound[0], sound[2])]
-    return [*sound, *broken, *kept]
+    by = {(cell.algorithm, cell.graphs): cell for cell in sound}
+    wrong = [replace(by[name, True], plant=ALWAYS) for name in ("DDTREE", "EAGLE")]
+    there = [replace(cell, release=site[0], site=site[1]) for cell in (*wrong, *sound)]
+    return [*(there if site[1] else ()), *wrong, *sound, *_with_rows(by)]
+
+
+def _with_rows(by: dict[tuple[str, bool], Cell]) -> list[Cell]:
+    """The incident and a wrong mask, eager and with graphs, with attention rows in the dumps."""
+    trees = [replace(by["DDTREE", graphs], capture="qkv") for graphs in (True, False)]
+    broken = [replace(cell, incident=True) for cell in trees]
+    return [*broken, *(replace(cell, plant="M2@60") for cell in trees)]
 
 
 def measure(cell: Cell, seconds: float) -> dict[str, Any]:
@@ -130,37 +147,55 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/shadow.json")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--parallel", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=60.0, help="no engine starts too late")
     parser.add_argument("--cost", action="store_true", help="measure the cost only")
+    parser.add_argument("--site", type=_site, default=("", ""), help="RELEASE=FOLDER, another one")
+    parser.add_argument("--again", action="store_true", help="measure all, those of the file too")
     parser.add_argument("--only", default="", help="part of the names of the engines to run")
     options = parser.parse_args(argv)
     result: dict[str, Any] = {"environment": environment(), "rows": [], "cost": [], "failed": {}}
     if options.out.exists():  # the cost is measured on an idle machine, in a run of its own
-        result["cost"] = json.loads(options.out.read_text())["cost"]
+        held = json.loads(options.out.read_text())
+        result |= {name: held[name] for name in ("rows", "cost")}
+    lock, end = threading.Lock(), time.monotonic() + 60 * options.minutes
 
     def one(cell: Cell) -> None:
+        if time.monotonic() + ROOM_S > end:
+            return  # left for the next call
         try:
-            result["rows"].append(measure(cell, options.seconds))
+            row = measure(cell, options.seconds)
+            with lock:
+                others = [held for held in result["rows"] if held["cell"] != cell.name]
+                result["rows"] = [*others, row]
         except Exception as error:
             result["failed"][cell.name] = str(error)[-3000:]
             print(f"FAILED {cell.name}: {error}", flush=True)
-        write(options.out, result)
+        with lock:
+            write(options.out, result)
 
     if options.cost:
         result["cost"] = costs()
         write(options.out, result)
         return 0
+    known = set() if options.again else {row["cell"] for row in result["rows"]}
+    chosen = [c for c in cells(options.site) if options.only in c.name and c.name not in known]
     with ThreadPoolExecutor(options.parallel) as pool:
-        list(pool.map(one, [c for c in cells() if options.only in c.name]))
+        list(pool.map(one, chosen))
     wrong = [row["cell"] for row in result["rows"] if not _right(row)]
     print("WRONG" if wrong else "right", *wrong, *result["failed"])
     return 1 if wrong or result["failed"] else 0
+
+
+def _site(text: str) -> tuple[str, str]:
+    release, _, folder = text.partition("=")
+    return release, folder
 
 
 def _right(row: dict[str, Any]) -> bool:
     shadowed = {line["rule"] for line in row["shadow_lines"]}
     if not row["steps_shadowed"] or row["faults"]:
         return False
-    if row["incident"]:
+    if row["incident"] or row["planted"] == ALWAYS:
         return "D4" in shadowed
     return not row["findings"] if row["planted"] is None else True
 

@@ -1,17 +1,21 @@
 """Zero false alarms: guarded engines under mixed traffic, cell after cell, on one GPU.
 
     python benchmarks/soak.py --minutes 9 [--parallel 3] [--only NGRAM] [--plant] [--list]
-                              [--site 0.5.17=FOLDER]
+                              [--site 0.5.17=FOLDER] [--again]
 
 Cells cover algorithm x graphs x overlap x release pairwise: the SGLang of this interpreter, and one
 that lies in a folder. The result file is rewritten after every cell; a later call goes on with the
-cells that are missing. With `--plant` faults are planted afterwards in the same engines, through
+cells that are missing, and with `--again` also with those that another version of the device check
+was measured in or that missed a fault (`guard` in a row: hashes of the sources and of their folder
+device/). With `--plant` faults are planted afterwards in the same engines, through
 `ddtree_guard.testing`; each must be found on its own step. Their rows go to a file of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import re
 import sys
@@ -37,15 +41,16 @@ PATHS = ((True, True), (False, False), (True, False), (False, True))  # graphs, 
 # replay, the walk, and the commit. DFLASH passes no mask and walks no tree. The first finding of
 # a rule is logged at once, so none comes behind one whose fault it may follow from.
 PLANTS = {
-    "NGRAM": ("M2", "W3", "A1", "A4"),
+    "NGRAM": ("G4", "M2", "W3", "A4", "A1"),
     "DFLASH": ("K2", "P1", "G4", "A4"),
-    "EAGLE": ("P1", "A1", "M2", "W3"),
-    "DDTREE": ("P1", "K2", "G4", "M2"),
+    "EAGLE": ("G4", "P1", "A4", "A1", "M2", "W3"),
+    "DDTREE": ("P1", "K2", "G4", "A4", "M2"),
 }
 # The device looks for shared slots within a request; one of another request is not in the table.
 FOUND_AS = {"K2": ("K2", "K3")}
-PLANT_S = 5.0  # seconds for one of them, half of it traffic
+PLANT_S = 6.0  # seconds for one of them, half of it traffic
 SETTLE_S = 1.2  # the probe writes twice a second
+LEAST_S = 8.0  # seconds of traffic without which a cell is no evidence
 
 
 def cells(site: tuple[str, str] = ("", "")) -> list[Cell]:
@@ -80,7 +85,9 @@ def measure(
         start = child.answer(min(START_S, deadline - time.monotonic()))
         outputs = child.ask(120, do="fixed")["outputs"]
         left = deadline - time.monotonic() - 4 - PLANT_S * len(plants)
-        traffic = child.ask(seconds + 90, do="soak", seconds=max(1.0, min(seconds, left)),
+        if left < min(LEAST_S, seconds):
+            raise RuntimeError(f"no time left for traffic after a start of {start['start_s']} s")
+        traffic = child.ask(seconds + 90, do="soak", seconds=min(seconds, left),
                             seed=len(cell.name))  # fmt: skip
         time.sleep(SETTLE_S)
         sound = row(cell, start, outputs, traffic, child.probe(), log_of(cell))
@@ -93,13 +100,17 @@ def _planted(child: Child, sound: dict[str, Any], plants: tuple[str, ...]) -> It
     """Plant each fault in the running engine, and what became of it."""
     for at, rule in enumerate(plants):
         child.cell.path("probe.plant").write_text("\n".join(plants[: at + 1]))
-        child.ask(60, do="soak", seconds=PLANT_S / 2, seed=1000 + at)
+        try:
+            child.ask(60, do="soak", seconds=PLANT_S / 2, seed=1000 + at)
+        except RuntimeError as error:  # a fault may end the server; what was sound stays
+            sound["plant_error"] = f"{rule}: {error}"[-2000:]
+            return
         time.sleep(SETTLE_S)
         probe = child.probe()
         plan = [p for p in probe.get("plants", []) if p["rule"] == rule][-1:]
         lines = [found for text in log_of(child.cell).splitlines()
                  if (found := render.parse_line(text))]  # fmt: skip
-        kept = ("release", "algorithm", "graphs", "overlap", "w", "depth")
+        kept = ("release", "guard", "algorithm", "graphs", "overlap", "w", "depth")
         found = {"cell": f"{sound['cell']}-{rule}", **{name: sound[name] for name in kept},
                  "planted": plan[0] if plan else {"rule": rule, "at": None}, "lines": lines,
                  "faults": probe.get("faults", {})}  # fmt: skip
@@ -118,8 +129,9 @@ def row(
     lines = [found for text in log.splitlines() if (found := render.parse_line(text))]
     boot = [text for text in log.splitlines() if "ddtree_guard armed=" in text]
     return {
-        "cell": cell.name, "release": start["release"], "algorithm": cell.algorithm,
-        "graphs": cell.graphs, "overlap": cell.overlap, "w": cell.w, "depth": cell.depth,
+        "cell": cell.name, "release": start["release"], "guard": sources(),
+        "algorithm": cell.algorithm, "graphs": cell.graphs, "overlap": cell.overlap,
+        "w": cell.w, "depth": cell.depth,
         "steps_checked": probe.get("steps_checked", 0),
         "verify_steps": probe.get("verify_steps", 0),
         "findings": probe.get("findings", 0), "latent": probe.get("latent", 0),
@@ -144,6 +156,19 @@ def judge_plant(found: dict[str, Any]) -> dict[str, Any]:
         "right_rid": first.get("rid") in (plan.get("rid"), "-"),
         "tokens_left": first.get("tokens_left"),
     }
+
+
+@functools.cache
+def sources() -> dict[str, str]:
+    """What was measured: this project's version, a hash of its sources, and one of device/."""
+    from ddtree_guard import __version__
+
+    files = sorted(p for name in ("checks", "ddtree_guard", "hooks")
+                   for p in (ROOT / name).rglob("*.py"))  # fmt: skip
+    device = [path for path in files if path.parent.name == "device"]
+    hashes = [hashlib.sha256(b"".join(path.read_bytes() for path in part)).hexdigest()[:12]
+              for part in (files, device)]  # fmt: skip
+    return {"version": __version__, "sources": hashes[0], "device": hashes[1]}
 
 
 def compare(rows: dict[str, dict[str, Any]], reference: dict[str, Any]) -> None:
@@ -257,9 +282,21 @@ def run(
     missing += [c for c in chosen if c.tool == "off" and _reference(c) not in results.reference]
     # as servers run first, in case the time does not do for all
     missing.sort(key=lambda c: (not (c.graphs and c.overlap), not c.site))
+    if options.again:
+        again = {c.name: results.rows[c.name] for c in chosen if c.name in results.rows}
+        missed = {name for name in again for row in planted.rows.values()
+                  if row["cell"].rpartition("-")[0] == name and not _hit(row)}  # fmt: skip
+        old = [c for c in chosen if c.name in again
+               and (not _current(again[c.name]) or c.name in missed)]  # fmt: skip
+        missing += sorted(old, key=lambda c: "guard" in again[c.name])  # the oldest first
     with ThreadPoolExecutor(options.parallel) as pool:
         list(pool.map(one, missing))
     results.save()
+
+
+def _current(row: dict[str, Any]) -> bool:
+    """Whether today's device check was what this row was measured in."""
+    return bool(row.get("guard", {}).get("device") == sources()["device"])
 
 
 def _reference(cell: Cell) -> str:
@@ -276,6 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parallel", type=int, default=3, help="engines on the GPU at a time")
     parser.add_argument("--only", action="append", default=[], help="algorithm, may be repeated")
     parser.add_argument("--plant", action="store_true", help="plant faults afterwards")
+    parser.add_argument("--again", action="store_true", help="measure old rows again")
     parser.add_argument("--list", action="store_true", help="print the cells and stop")
     parser.add_argument(
         "--site", type=_site, default=("", ""), help="RELEASE=FOLDER of a second SGLang"
@@ -298,10 +336,12 @@ def main(argv: list[str] | None = None) -> int:
     bad = [r for r in results.rows.values() if r["findings"]]
     missed = [r for r in planted.rows.values() if not _hit(r)]
     gaps = [r for r in results.rows.values() if not _covered(r)]
-    for word, rows in (("FINDING", bad), ("MISSED", missed), ("NOT COVERED", gaps)):
+    ended = [r for r in results.rows.values() if r.get("plant_error")]
+    named = (("FINDING", bad), ("MISSED", missed), ("NOT COVERED", gaps), ("ENDED", ended))
+    for word, rows in named:
         for found in rows:
             print(f"{word} {found['cell']}")
-    return 1 if bad or missed or gaps or results.failed else 0
+    return 1 if bad or missed or gaps or ended or results.failed else 0
 
 
 def _site(text: str) -> tuple[str, str]:

@@ -71,7 +71,8 @@ def stale_graph_input(step: Step) -> Finding | None:
             equation=f"generation of {name} = {live.generation}, expected this step's {now}",
             expected=str(now),
             actual=str(live.generation),
-            cause=f"{name} was last written {age} steps ago: this step's builder skipped it"
+            cause=f"{name} was last written {age} step{'' if age == 1 else 's'} ago: this step's "
+            "builder skipped it"
             if age > 0
             else f"{name} was already overwritten by a later step",
         )

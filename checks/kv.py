@@ -271,7 +271,7 @@ def _off_table(
 def kv_index_off_table(step: Step) -> Finding | None:
     """Each request reads the keys that its own table row lists.
 
-    Holds when: kv_indices from `kv_indptr[i]` on equals `req_to_token[i, :s_i]` (up to `s_i+w`
+    Holds when: `kv_indices` from `kv_indptr[i]` on equals `req_to_token[i, :s_i]` (up to `s_i+w`
     where the contract includes the draft rows).
     Breaks as: a request attends to keys of another request or of its own past under wrong
     positions. Output is fluent and about something else.

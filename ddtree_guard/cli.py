@@ -89,18 +89,25 @@ def _doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor = _command(
         commands, "doctor", "commands.doctor", "would this server be right, and is it guarded?"
     )
-    doctor.usage = "ddtree-guard doctor [--json] [--url URL [OPTIONS] | -- SERVE ARGUMENTS]"
+    doctor.usage = (
+        "ddtree-guard doctor [--json] [--url URL [OPTIONS]]\n"
+        "       ddtree-guard doctor [--json] -- SERVE ARGUMENTS"
+    )
     doctor.formatter_class = argparse.RawDescriptionHelpFormatter
     doctor.description = """Would this server be right, and is it guarded?
 
-  doctor                     this environment: versions, hooks, whether SGLang loads the plugin
-  doctor -- ARGUMENTS        a server that would be started here with these `sglang serve`
-                             arguments; nothing is started, no GPU is needed
-  doctor --url URL           a running server, guarded or not: its configuration, and a few
-                             greedy prompts; nothing is installed there"""
+  doctor                this environment: versions, hooks,
+                        whether SGLang loads the plugin
+  doctor -- ARGUMENTS   a server that would be started here
+                        with these `sglang serve` arguments;
+                        nothing is started, no GPU is needed
+  doctor --url URL      a running server, guarded or not:
+                        its configuration, and a few greedy
+                        prompts; nothing is installed there"""
     doctor.epilog = (
-        "exit codes: 0 nothing wrong found, 1 output would be wrong or is garbled, 2 usage,\n"
-        "3 this environment would not be guarded, or the server cannot be asked"
+        "exit codes: 0 nothing wrong found, 1 output would be\n"
+        "wrong or is garbled, 2 usage, 3 this environment would not\n"
+        "be guarded, or the server cannot be asked"
     )
     doctor.add_argument("--url", metavar="URL", help="for example http://127.0.0.1:30000")
     doctor.add_argument("--api-key", metavar="KEY", help="the server's key, or @FILE to read it")
@@ -231,14 +238,18 @@ def _run(argv: Sequence[str]) -> int:
     for name in ("dump", "a", "b", "dir"):
         if getattr(args, name, None) == "":
             raise UsageError(f"{name.upper()} is empty; give the path of a folder.")
+    for name in ("out", "markdown", "junit"):
+        if getattr(args, name, None) == "":
+            raise UsageError(f"--{name} is empty; give a path, or leave it out.")
     run: Command = importlib.import_module(f"ddtree_guard.{args.module}").run
     return run(args)
 
 
 def _fail(sentence: str, code: int, argv: Sequence[str]) -> int:
+    from ddtree_guard.fold import say
     from ddtree_guard.render import plain  # a sentence may quote a hostile file
 
-    print(f"{PROGRAM}: {plain(sentence)}", file=sys.stderr)
+    say(f"{PROGRAM}: {plain(sentence)}", sys.stderr)
     if "--json" in argv:
         print(json.dumps({"error": sentence, "exit": code}))
     return code

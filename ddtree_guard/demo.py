@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from ddtree_guard.config import Config, export, unset
 from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
+from ddtree_guard.fold import fold
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
@@ -112,7 +113,7 @@ class Recheck:
     """`ddtree-guard check` on the dump, in a process of its own."""
 
     exit_code: int
-    last_line: str
+    summary: str
     loaded: tuple[str, ...]  # heavy modules that the process imported
 
     @property
@@ -271,15 +272,27 @@ def write_dump(results: list[Result], out: str | None) -> Path:
 
 def recheck(dump: Path) -> Recheck:
     """Run `ddtree-guard check` on the dump in a child, and list the heavy modules it imported."""
-    command = [sys.executable, "-X", "importtime", "-m", "ddtree_guard", "check", str(dump)]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "ddtree_guard",
+        "check",
+        str(dump),
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     imported = {
         line.rsplit("|", 1)[1].strip().split(".")[0]
         for line in done.stderr.splitlines()
         if line.startswith("import time:")
     }
-    lines = done.stdout.strip().splitlines() or ["no output"]
-    return Recheck(done.returncode, lines[-1], tuple(n for n in HEAVY if n in imported))
+    try:
+        summary = str(json.loads(done.stdout)["summary"])
+    except (ValueError, KeyError):
+        summary = "no output"
+    return Recheck(done.returncode, summary, tuple(n for n in HEAVY if n in imported))
 
 
 class _Stage:
@@ -289,11 +302,12 @@ class _Stage:
         self.out = out
 
     def title(self, release: str) -> None:
-        self.out.write(
+        head = fold(
             f"The server answers `The.r!!!!!!!!!!`. SGLang {release}, Triton backend, DDTree with "
             f"block {BLOCK}.\nNo GPU: SGLang's own backend and kernels run in Triton's "
             "interpreter.\n\n"
         )
+        self.out.write(head)
 
     def during(self, what: str, work: Callable[[], T_]) -> T_:
         """Do the work under a progress line that ends with the seconds it took."""

@@ -131,7 +131,10 @@ def _files(root: Path) -> Iterable[Path]:
                 found += [folder / e.name for e in entries if FILE.fullmatch(e.name)]
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DumpError(f"{str(root)!r} is not a folder of evidence ({why}).") from None
+        raise DumpError(
+            f"{str(root)!r} is not a folder of evidence ({why}); give the one that "
+            "SGLANG_DDTREE_GUARD_DUMP_DIR names."
+        ) from None
     if len(found) > MAX_FILES:
         raise DumpError(f"{str(root)!r} holds more than {MAX_FILES} evidence files.")
     return found

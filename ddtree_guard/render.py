@@ -28,7 +28,7 @@ _PAIR = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^\s"]+)')
 _UNKNOWN = "-"
 LEGEND = (
     "symbols: w rows per request, s prefix length, b draft block, B tree budget, bs requests, BS "
-    "lanes,\n         C context, V vocabulary, N slots of the KV pool, P page size"
+    "lanes, C context, V vocabulary, N slots of the KV pool, P page size"
 )
 
 
@@ -127,13 +127,13 @@ def summary(*reports: Report, selected_out: int = 0) -> str:
     broken = _ordered(rule for report in reports for rule in report.rules)
     findings = sum(len(report.findings) for report in reports)
     if broken:
-        verdict = f"{_count(findings, 'finding')} ({', '.join(broken)})"
+        verdict = f"{count(findings, 'finding')} ({', '.join(broken)})"
     else:
         verdict = "clean" if checked or partly else "so nothing is known"
-    some = f"{_count(len(partly), 'rule')} on some steps only; " if partly else ""
-    rest = _count(len(skipped) + selected_out, "rule")
+    some = f"{count(len(partly), 'rule')} on some steps only; " if partly else ""
+    rest = count(len(skipped) + selected_out, "rule")
     return (
-        f"checked {_count(len(reports), 'step')}, {_count(len(checked), 'rule')}, {verdict}; "
+        f"checked {count(len(reports), 'step')}, {count(len(checked), 'rule')}, {verdict}; "
         f"{some}{rest} not checked"
     )
 
@@ -231,7 +231,8 @@ def _ordered(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

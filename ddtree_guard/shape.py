@@ -1,14 +1,26 @@
-"""Whether an array has the shape and the type of its declaration."""
+"""Declarations of arrays, and whether an array has the shape and the type of its declaration."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import field
+from typing import Any, TypeAlias
+
+# Any, because a field is a torch tensor while hot, a NumPy array on the host, or None.
+Array: TypeAlias = Any
+Int: TypeAlias = Any  # int, or None when unknown
 
 WHOLE, BYTES, REAL = "whole numbers", "one byte per cell (bool or uint8)", "numbers"
 _LARGEST = (1 << 63) - 1
 _DTYPE_KINDS = {WHOLE: "biu", BYTES: "biu", REAL: "biuf"}  # as NumPy names them
+
+
+def array(*shape: str, kind: str = WHOLE) -> Any:
+    """Declare an array field. Rule W5 compares `shape` with the live sizes ("*" is any size), and
+    the type of its elements with `kind`.
+    """
+    return field(default=None, metadata={"shape": shape, "kind": kind})
 
 
 def misfit(

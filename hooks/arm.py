@@ -28,6 +28,7 @@ from ddtree_guard.hooks.selftest import self_test
 from ddtree_guard.hooks.sites import SCHEDULER, scheduler_hooks, verify_hook, worker_hook
 from ddtree_guard.hooks.statics import graph_runner
 from ddtree_guard.hooks.switches import WALK, unguardable
+from ddtree_guard.hooks.words import armed_words
 from ddtree_guard.metrics import metrics_for, metrics_of_process
 from ddtree_guard.step import Step
 
@@ -103,9 +104,10 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
         why = _arm(guard, scheduler)
         if why:
             guard.remove()
+        else:
+            guard.shadow.start(guard.backends())
         _report(config, guard, why)
         if not why:
-            guard.shadow.start(guard.backends())
             _judge(guard)
             atexit.register(guard.journal.flush)
     except (Violation, IncompatibleError):
@@ -175,7 +177,10 @@ def _report(config: Config, guard: ServerGuard | None, why: str) -> None:
             log.error("%s", boot.not_guarded(report, world))
     if guard is not None:
         line = _boot_line(guard, reports)
-        guard.flight.says(line, f"rank {rank} of {world}" + (": of itself" if rank else ""))
+        whose = f"rank {rank} of {world}" + (": of itself" if rank else "")
+        shadow = guard.shadow.line()
+        words = armed_words(guard.hooks.values(), not_checked(guard), release(), shadow)
+        guard.flight.says(line, whose, *words)
         if rank == 0:
             log.warning("%s", line)
     _leave_evidence(guard, mine, reports)
@@ -203,26 +208,37 @@ def _leave_evidence(
 
 def active_rules(guard: ServerGuard) -> list[str]:
     """Ids of the rules that can be evaluated: their fields are there and nothing exempts them."""
-    step, pairs = configuration_of(guard), guard.backends()
-    targets = [backend for runner, backend in pairs if not runner.is_draft_worker]
-    if step is None:
+    if configuration_of(guard) is None:
         return []
+    left_out = not_checked(guard)
+    return [rule.id for rule in guard.guard.rules if rule.id not in left_out]
+
+
+def not_checked(guard: ServerGuard) -> dict[str, str]:
+    """Why rules that were selected cannot be evaluated in this server, by id."""
+    step, pairs = configuration_of(guard), guard.backends()
+    if step is None:
+        return {}
+    targets = [backend for runner, backend in pairs if not runner.is_draft_worker]
     supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step), *guard.shadow.supplies}
     if step.contract.chain:  # no arrays say that row r follows row r-1
         supplied -= {"tree.parents", "tree.depths", "tree.sizes", *LINKS, "outcome.predict"}
     if all(graph_runner(runner) is None for runner, _ in pairs if not runner.is_draft_worker):
         supplied = {path for path in supplied if not path.startswith(("graph.", "contract."))}
-    skipped = {*step.contract.not_checked, *(WALK if guard.simulated else ())}
-    return [
-        rule.id
-        for rule in guard.guard.rules
-        if rule.id not in skipped and supplied.issuperset(rule.needs)
-    ]
+    found = dict(step.contract.not_checked)
+    found |= dict.fromkeys(WALK if guard.simulated else (), "the acceptance is simulated")
+    for rule in guard.guard.rules:
+        missing = [path for path in rule.needs if path not in supplied]
+        if missing:
+            found.setdefault(rule.id, f"this server gives no {', '.join(missing)}")
+    known = {rule.id for rule in guard.guard.rules}
+    return {rule: why for rule, why in found.items() if rule in known}
 
 
 def _given(step: Step) -> set[str]:
-    """The fields that the configuration step holds."""
+    """The fields that the configuration step holds, for its own rules and those of each step."""
     paths = {path for rule in ALL for path in rule.needs if path.startswith(("widths.", "limits."))}
+    paths -= {"limits.rope_rows"}  # a step's own limits do not hold it
     return {path for path in paths if step.get(path) not in (None, ())}
 
 

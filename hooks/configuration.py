@@ -7,6 +7,7 @@ from typing import Any
 from ddtree_guard.attention.backend import is_corrected, tree_algorithm, tree_width
 from ddtree_guard.errors import IncompatibleError
 from ddtree_guard.hooks.contracts import contract_elsewhere, contract_of, row_of
+from ddtree_guard.hooks.facts import ALGORITHM as TREE
 from ddtree_guard.hooks.facts import BUDGET, Facts, facts_of, release
 from ddtree_guard.hooks.statics import graph_runner
 from ddtree_guard.step import Contract, Limits, Step, Who, Widths
@@ -37,6 +38,7 @@ def read_configuration(
             holders=_holders(runner, backend, facts, w),
             block=int(block) if block else None,
             budget=int(budget) if budget and tree_algorithm(args) else None,
+            depth_max=int(block) - 1 if block and row_of(algorithm).algorithm == TREE else None,
             draft_width=draft[0],
             draft_rows=draft[1],
             num_draft_tokens=declared if eagle else None,
@@ -97,12 +99,28 @@ def _draft(
     return None, None
 
 
+def rope_rows(runner: Any) -> int | None:
+    """Rows of the shortest rotary table beside an attention layer of the runner's model; None where
+    none is seen. Tables of a vision tower stand beside no such layer.
+    """
+    modules = getattr(getattr(runner, "model", None), "modules", None)
+    if not callable(modules):
+        return None
+    tables = [
+        getattr(getattr(part, "rotary_emb", None), "cos_sin_cache", None)
+        for part in modules()
+        if any(type(child).__name__ == "RadixAttention" for child in part.children())
+    ]
+    return min((int(table.shape[0]) for table in tables if table is not None), default=None)
+
+
 def _limits(
     runner: Any, backend: Any, facts: Facts | None, drafts: list[tuple[Any, Any]], w: int, d: int
 ) -> Limits:
     config = runner.model_config
     vocab = getattr(config, "vocab_size", None)
     context = [int(draft.model_config.context_len) for draft, _ in drafts]
+    tables = [rows for draft, _ in drafts if (rows := rope_rows(draft)) is not None]
     supports: tuple[str, ...] | None = None
     if facts is not None:
         free = facts.follows_batch or is_corrected(backend) or w == d
@@ -112,6 +130,8 @@ def _limits(
         vocab=None if vocab is None else int(vocab),
         context=int(config.context_len),
         draft_context=min(context) if context else None,
+        rope_rows=rope_rows(runner),
+        draft_rope_rows=min(tables) if tables else None,
         supports=supports,
         needs=("custom_mask", "width_not_block") if tree else (),
     )

@@ -52,6 +52,9 @@ class ShadowSites(Protocol):
     def start(self, backends: list[tuple[Any, Any]]) -> None:
         """The server is built: test the comparison, and say what is compared."""
 
+    def line(self) -> str:
+        """What is compared, in one line of the log; empty where nothing is."""
+
 
 class NoShadow:
     """Nothing is compared or kept."""
@@ -94,6 +97,10 @@ class NoShadow:
 
     def start(self, backends: list[tuple[Any, Any]]) -> None:
         """Nothing to say."""
+
+    def line(self) -> str:
+        """Nothing is compared."""
+        return ""
 
 
 def shadow_for(

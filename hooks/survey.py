@@ -26,7 +26,9 @@ from ddtree_guard.doctor.deployment import FIELDS
 from ddtree_guard.errors import GuardError, IncompatibleError
 from ddtree_guard.hooks import arguments, boot, plugin
 from ddtree_guard.hooks.facts import CLASS, facts_of, release, unknown_buffers
+from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.inspection import inspect_hooks
+from ddtree_guard.hooks.no_shadow import shadow_for
 
 GROUP = "sglang.srt.plugins"
 _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "sglang-kernel", "sgl-kernel")
@@ -135,11 +137,20 @@ def _plugin() -> dict[str, Any]:
         values["incident"] = TreeConfig.from_env().incident
         values |= {"mode": config.mode.value, "backend": config.backend.value}
         values["warnings"] = list(config.warnings)
+        values["shadow"] = _shadow(config)
     except GuardError as error:
         values["setting"] = str(error)
     if importlib.util.find_spec("sglang") is not None:
         _load(values)
     return values
+
+
+def _shadow(config: Config) -> str:
+    """What shadow mode would say of itself before a server runs; empty where it is off."""
+    try:
+        return shadow_for(config, Fuses(), lambda backend: None, ()).line()
+    except Exception as error:  # torch or Triton does not import here
+        return " ".join(f"does not load here: {type(error).__name__}: {error}".split())
 
 
 def _load(values: dict[str, Any]) -> None:

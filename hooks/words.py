@@ -11,21 +11,22 @@ from collections.abc import Iterable, Mapping
 from ddtree_guard import render
 from ddtree_guard.hooks.boot import tested
 from ddtree_guard.hooks.hook import HookStatus
-from ddtree_guard.step import Contract
 
 _MOST = 300  # characters of a line
 
 
 def armed_words(
-    hooks: Iterable[HookStatus], contract: Contract | None, release: str
+    hooks: Iterable[HookStatus], exempt: Mapping[str, str], release: str, shadow: str = ""
 ) -> tuple[str, ...]:
-    """Lines for `Notes.doctor`: the release, every hook, every reason for a rule not checked."""
+    """Lines for `Notes.doctor`: the release, every hook, what shadow mode compares, and every
+    reason for a rule that is not checked; `exempt` gives it by rule.
+    """
     lines = [f"SGLang {release}: {tested(release)}"]
     lines += [
         f"hook {state.hook.site} {'in place' if state.ok else 'NOT in place'}: {state.detail}"
         for state in hooks
     ]
-    exempt = {} if contract is None else contract.not_checked
+    lines += [shadow] if shadow else []
     lines += [f"not checked {', '.join(ids)}: {why}" for why, ids in by_reason(exempt).items()]
     return tuple(render.plain(line)[:_MOST] for line in lines)
 

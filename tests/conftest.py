@@ -19,6 +19,12 @@ if not Path("/dev/nvidia0").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # no GPU: Triton kernels run on the CPU
 
 
+@pytest.fixture(autouse=True)
+def unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests read whole sentences. How they are folded, test_fold.py asks."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU or SGLang where there is none."""
     if not Path("/dev/nvidia0").exists():

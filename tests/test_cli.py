@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,6 +75,8 @@ BAD = {
     "explain no such dump": (["explain", "./nowhere/"], 4, "is not a dump folder"),
     "show no such dump": (["show", "/nowhere"], 4, "is not a dump folder"),
     "an empty path": (["check", ""], 2, "DUMP is empty; give the path of a folder"),
+    "an empty file": (["report", "/nowhere", "-o", ""], 2, "--out is empty; give a path"),
+    "pages into nothing": (["rules", "--markdown", ""], 2, "--markdown is empty"),
     "two dumps to explain": (["explain", "/", "nosuch"], 2, "one dump, found 'nosuch' behind '/'"),
     "an incident of no rule": (["explain", "I99"], 2, "docs/incidents.md lists all"),
     "pages into a file": (["rules", "--markdown", __file__], 2, "cannot be written"),
@@ -93,6 +96,41 @@ def test_bad_input_is_one_sentence_and_an_exit_code(run: Run, case: str, as_json
         assert json.loads(out)["exit"] == code
     else:
         assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("step-0000.safetensors", lambda raw: raw[:99], "has 99 bytes"),
+        ("manifest.json", lambda raw: raw[:500], "is not valid JSON"),
+        ("step-0000.safetensors", lambda raw: raw[:-1] + b"?", "SHA-256 differs"),
+    ],
+)
+def test_a_damaged_dump_says_which_and_what_to_do(
+    run: Run, sound: str, tmp_path: Path, name: str, change: Callable[[bytes], bytes], words: str
+) -> None:
+    copy = shutil.copytree(sound, tmp_path / "copy")
+    (copy / name).write_bytes(change((copy / name).read_bytes()))
+    code, _, err = run("diff", sound, str(copy))
+    assert code == 4
+    assert words in err
+    assert f"{name} of '{copy}'" in err
+    assert err.endswith("copy the dump again.\n")
+
+
+def test_a_dump_of_another_schema_says_who_can_read_it(
+    run: Run, sound: str, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(sound, tmp_path / "copy")
+    manifest = json.loads((copy / "manifest.json").read_text())
+    for version, words in (("9.1", "9.1 wrote it"), ("\x1b[2J", "version of ddtree-guard that")):
+        manifest |= {"schema": "ddtree-guard-dump/9", "versions": {"ddtree_guard": version}}
+        (copy / "manifest.json").write_text(json.dumps(manifest))
+        code, _, err = run("check", str(copy))
+        assert code == 4
+        assert "found 'ddtree-guard-dump/9'" in err
+        assert words in err
+        assert "\x1b" not in err
 
 
 def test_bad_selections_name_what_is_right(run: Run, sound: str) -> None:

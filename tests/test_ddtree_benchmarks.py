@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -62,7 +65,7 @@ class Engine:
 
 def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, plan: Any) -> Any:
     """Play every engine of the plan, the plain one last, and report."""
-    args = argparse.Namespace(model=Path(), seconds=100.0, wait=0.0)
+    args = argparse.Namespace(model=Path(), seconds=100.0, wait=0.0, widest=256)
     folder.mkdir()
     for setup, engine in [*plan.items(), (module.PLAIN, plan[module.PLAIN])]:
         monkeypatch.setattr(module, "start", lambda *_, engine=engine: engine)
@@ -156,3 +159,109 @@ def test_sampling_statistics_reject_what_is_not_plain(monkeypatch: pytest.Monkey
     assert not sampling.verdict(*sampling.chi_square({"1": 500, "2": 300}, {"1": 300, "2": 500}))[
         "passed"
     ]
+
+
+def test_every_fault_has_a_row_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import ddtree_watch
+
+    from ddtree_guard.testing.faults import FAULTS
+
+    assert set(ddtree_watch.ABSENT) <= set(FAULTS)
+    assert all(why.split(":")[0] in ("cannot occur", "may occur, and no hook looks",
+                                     "one rank has no peers")
+               for why in ddtree_watch.ABSENT.values())  # fmt: skip
+
+
+def test_a_shuffled_model_says_the_same_in_other_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import ddtree_life
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    table = torch.arange(320.0)[:, None].repeat(1, 2)
+    for name, weights, more in (
+        ("target", {"model.embed_tokens.weight": table, "lm_head.weight": table}, {}),
+        ("draft", {"fc.weight": table}, {"dflash_config": {"mask_token_id": 256}}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file({key: value.clone() for key, value in weights.items()},
+                  tmp_path / name / "model.safetensors")  # fmt: skip
+        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": 320, **more}))
+    out = ddtree_life.shuffle(tmp_path, tmp_path / "out")
+    names = [ddtree_life.renamed(token) for token in range(257)]
+    assert len(set(names)) == 257
+    found = load_file(out / "target" / "model.safetensors")
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert found[key].shape == (290, 2)
+        assert found[key][names, 0].tolist() == list(range(257))
+    draft = json.loads((out / "draft" / "config.json").read_text())
+    assert draft["dflash_config"]["mask_token_id"] == names[256]
+    assert draft["vocab_size"] == 290
+    assert load_file(out / "draft" / "model.safetensors")["fc.weight"].equal(table)
+
+
+def test_engines_of_the_speed_run_are_measured_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import ddtree_speed as speed
+
+    spans: list[tuple[float, float]] = []
+
+    def busy(*_: Any) -> list[dict[str, Any]]:
+        begun = time.monotonic()
+        time.sleep(0.005)
+        spans.append((begun, time.monotonic()))
+        return [{}]
+
+    engine = argparse.Namespace(shutdown=lambda: None)
+    monkeypatch.setattr(speed, "start", lambda *_, **__: engine)
+    monkeypatch.setattr(speed, "generate", lambda *_: [])
+    monkeypatch.setattr(speed, "text_prompts", lambda *_, **__: [[1]] * 16)
+    monkeypatch.setattr(speed, "measured", busy)
+    monkeypatch.setattr(speed, "measured_shaped", busy)
+    setups = [speed.TINY[0], speed.TINY[1], speed.SHAPED[0], speed.SHAPED[2]]
+    names = ",".join(setup.name for setup in setups)
+    args = argparse.Namespace(names=names, rounds=3, until=time.time() + 60, model=None)
+    with ThreadPoolExecutor(len(setups)) as pool:
+        jobs = [pool.submit(speed.engine_cell, setup, args, tmp_path) for setup in setups]
+        for job in jobs:
+            job.result(timeout=20)
+    spans.sort()
+    assert len(spans) == 2 * 3 + 2
+    assert all(end <= begun for (_, end), (begun, _) in itertools.pairwise(spans))
+    assert len(json.loads((tmp_path / f"{setups[0].name}.json").read_text())) == 3
+
+
+def test_report_of_an_engine_on_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import ddtree_life
+
+    spoilt = ddtree_life.TWO[-1]
+    (tmp_path / f"{spoilt.name}.log").write_text(
+        "[t TP0] ddtree_guard armed=2/2 mode=log dumps=/x release=0.5.16\n"
+        "[t TP0] ddtree_guard finding rule=X1 scope=server rid=- step=64 expected=- actual=- "
+        "tokens_left=- incident=dg-1 dump=-\n"
+    )
+    live = {"verify_steps": 9, "findings": 1, "ranks_compared": 2, "planted": {"X1": {"at": 64}}}
+    for rank in ("", ".TP1"):
+        (tmp_path / f"{spoilt.name}.live{rank}.json").write_text(json.dumps(live))
+    row = ddtree_life.guarded(tmp_path, spoilt)
+    assert row["boot"] == ["[t TP0] ddtree_guard armed=2/2 mode=log"]
+    assert [line["rule"] for line in row["lines"]] == ["X1"]
+    assert {rank: r["ranks_compared"] for rank, r in row["ranks"].items()} == {"TP0": 2, "TP1": 2}
+    assert row["planted"] == {"X1": {"at": 64}}
+    (tmp_path / f"{ddtree_life.PLAIN.name}.json").write_text('{"aborts": [[1, 200], [300, 4]]}')
+    assert ddtree_life.upper_half(tmp_path) == 0.5
+
+
+def test_the_live_file_of_each_rank_is_its_own() -> None:
+    from ddtree_guard.testing.tree_probe import file_of
+
+    target = Path("/x/cell.live.json")
+    assert file_of(target, None) == target
+    assert file_of(target, argparse.Namespace(rank="TP0")) == target
+    assert file_of(target, argparse.Namespace(rank="TP1")) == Path("/x/cell.live.TP1.json")

@@ -147,7 +147,7 @@ def test_an_infinite_error_is_null_in_json() -> None:
 def test_the_recheck_runs_alone_and_light(tmp_path: Path) -> None:
     checked = demo.recheck(demo.write_dump(RESULTS, str(tmp_path)))
     assert (checked.exit_code, checked.loaded) == (1, ())
-    assert checked.last_line.startswith("checked 2 steps")
+    assert checked.summary.startswith("checked 2 steps")
     sound = demo.recheck(demo.write_dump(RESULTS[:1], str(tmp_path)))
     assert sound.exit_code == 0
     assert not sound.as_expected

@@ -18,10 +18,10 @@ HEAVY = {"torch", "triton", "sglang"}
 # Design section 2, lowest first. A module may import its own layer and the layers below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "step", "rule", "form", "shape", "runbook"),
+    ("config", "step", "results", "rule", "form", "shape", "runbook"),
     # synthetic steps and faults are what the self-test runs in a server
     ("checks", "attention.reference", "device", "testing.steps", "testing.faults"),
-    ("render", "recorder", "dump", "evidence", "guard", "metrics"),
+    ("render", "fold", "recorder", "dump", "evidence", "guard", "metrics"),
     ("hooks", "attention", "ddtree", "doctor"),
     ("cli", "commands", "report", "demo", "testing", "pytest_plugin", "__main__"),
 )

@@ -44,8 +44,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize(
     ("algorithm", "rule"),
     [("NGRAM", "W3"), ("NGRAM", "A1"), ("NGRAM", "A4"), ("EAGLE", "P1"), ("EAGLE", "M2"),
+     ("EAGLE", "W3"), ("EAGLE", "A1"), ("EAGLE", "A4"), ("EAGLE", "G4"), ("NGRAM", "G4"),
      ("DFLASH", "K2"), ("DFLASH", "P1"), ("DFLASH", "G4"), ("DFLASH", "A4"), ("DDTREE", "G4"),
-     ("DDTREE", "A3")],
+     ("DDTREE", "A1"), ("DDTREE", "A3"), ("DDTREE", "A4")],
 )  # fmt: skip
 def test_the_fault_is_found_on_its_step_with_its_request(
     start: Callable[..., Any], caplog: pytest.LogCaptureFixture, algorithm: str, rule: str
@@ -67,6 +68,42 @@ def test_the_fault_is_found_on_its_step_with_its_request(
     assert (line["step"], line["tokens_left"]) == ("3", "no")
     assert line["rid"] in ("r2", "-")
     assert {line["step"] for line in found if line["rule"] not in LATENT} == {"3"}
+
+
+def test_a_fault_waits_for_a_step_that_begins_after_it_was_asked_for(
+    start: Callable[..., Any],
+) -> None:
+    """Else it might change a walk that was checked already, and nobody could find it."""
+    from ddtree_guard.testing.live import plant_at
+
+    server, guard = start("EAGLE")
+    verify, plan = guard.checker.verify, {"rule": "A1", "from": 1, "at": None}
+
+    def asked(record: Any) -> None:  # behind the check of the walk, before the step's end
+        guard.checker.verify = verify
+        plant_at(guard, plan)
+        guard.checker.walked(record)
+
+    server.step()
+    guard.checker.verify = asked
+    server.step()
+    assert plan["at"] is None
+    server.step()
+    assert (plan["at"], guard.coverage.findings > 0) == (3, True)
+
+
+def test_a_fault_may_be_planted_in_every_step(start: Callable[..., Any]) -> None:
+    from ddtree_guard.testing.live import plant_at
+
+    server, guard = start("DDTREE")
+    plan: dict[str, Any] = {"rule": "M2", "from": 3, "at": None, "always": True}
+    plant_at(guard, plan)
+    found = []
+    for _ in range(5):
+        server.step()
+        found.append(guard.coverage.findings)
+    assert (plan["at"], plan["rid"]) == (3, "r2")
+    assert found == [0, 0, 2, 4, 6]  # M2, and M3 of the same row
 
 
 def test_lengths_are_compared_in_steps_that_were_not_read(

@@ -96,6 +96,12 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert options <= known, words
 
 
+def test_the_readme_lists_every_variable() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Environment")[2].partition("\n\nA ")[0]
+    listed = set(re.findall(rf"`(?:{PREFIX})?(_[A-Z_]+)`", table))
+    assert {f"_{name}" for name in VARIABLES} == listed
+
+
 def test_the_guide_uses_the_command_line() -> None:
     used = {words[0] for words in commands(GUIDE)}
     assert {"explain", "check", "bundle", "ranks", "selftest"} <= used

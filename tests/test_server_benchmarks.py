@@ -34,7 +34,9 @@ class Engine:
         async def chunks():
             for made in range(4, count + 1, 4):
                 await asyncio.sleep(0)
-                yield {"meta_info": {"completion_tokens": made}}
+                for at in range(len(input_ids)):
+                    meta = {"completion_tokens": made, "spec_verify_ct": made // 4}
+                    yield {"index": at, "meta_info": meta}
         if stream:
             return chunks()
         await asyncio.sleep(0.001)
@@ -141,9 +143,24 @@ def test_a_planted_fault_that_was_not_found_is_missed(
     command = ["--only", "NGRAM", "--match", "eager-sync-guard", "--plant", "--seconds", "0.2"]
     assert soak.main([*command, "--out", str(out)]) == 1  # the fake engine has no guard
     rows = json.loads(out.with_name("soak_planted.json").read_text())["rows"]
-    assert [row["planted"]["rule"] for row in rows] == ["M2", "W3", "A1", "A4"]
+    assert [row["planted"]["rule"] for row in rows] == ["M2", "W3", "A4", "A1"]
     assert not any(row["plant_verdict"]["right_step"] for row in rows)
     assert capsys.readouterr().out.count("MISSED NGRAM-small-w16-eager-sync-guard") == 4
+
+
+def test_a_fault_that_ends_the_engine_leaves_the_sound_row(tmp_path: Path) -> None:
+    soak = _module("soak")
+
+    class Ended:
+        cell = soak.Cell("NGRAM", folder=str(tmp_path))
+
+        def ask(self, *args: Any, **command: Any) -> None:
+            raise RuntimeError("no answer within 60 s")
+
+    Ended.cell.path("probe.plant").parent.mkdir(parents=True, exist_ok=True)
+    sound: dict[str, Any] = {"cell": "x"}
+    assert list(soak._planted(Ended(), sound, ("W3", "A1"))) == []
+    assert sound["plant_error"] == "W3: no answer within 60 s"
 
 
 def test_the_probe_is_found_as_a_plugin(tmp_path: Path) -> None:
@@ -209,31 +226,91 @@ def test_a_soak_runs_resumes_and_compares(
     assert all(keys <= set(row) for row in rows)
     assert [r["outputs_identical"] for r in rows if r["graphs"] and r["overlap"]] == [True]
     assert all(row["traffic"]["sent"] > 0 and not row["traffic"]["failed"] for row in rows)
+    assert all(row["guard"] == soak.sources() for row in rows)
     soak.main([*command, "--minutes", "5"])
     assert "done" not in capsys.readouterr().out
+    del rows[0]["guard"]  # measured before rows said by what
+    out.write_text(json.dumps(result))
+    soak.main([*command, "--minutes", "5", "--again"])
+    assert capsys.readouterr().out.count(f"done {rows[0]['cell']}") == 1
 
 
 def test_overhead_measures_in_turns_and_names_what_did_not_start(fake_sglang: Path) -> None:
     overhead = _module("server_overhead")
     out = fake_sglang / "overhead.json"
+    out.write_text(json.dumps({"rows": [{"tool": "off", "w": 64}, {"tool": "off", "w": 8}]}))
     overhead.main(
-        ["--w", "8", "--seconds", "25", "--blocks", "3", "--block", "0.05", "--shape", "small",
-         "--tools", "guard,kv_canary", "--out", str(out)]
+        ["--w", "8,16", "--seconds", "60", "--blocks", "4", "--block", "0.02", "--shape", "small",
+         "--warm", "0", "--rounds", "2", "--tools", "guard,control,kv_canary", "--gpus", "0,1",
+         "--out", str(out)]
     )  # fmt: skip
     result = json.loads(out.read_text())
-    assert {(row["tool"], row["concurrency"]) for row in result["rows"]} == {
-        (tool, c) for tool in ("off", "guard") for c in (1, 8, 32)
+    old, *mine = result["rows"]
+    assert old == {"tool": "off", "w": 64}  # another width's row stays
+    assert {(row["w"], row["tool"], row["concurrency"]) for row in mine} == {
+        (w, tool, c)
+        for w, tool in ((8, "off"), (8, "guard"), (8, "control"), (16, "off"), (16, "guard"))
+        for c in (1, 8, 32)
     }
-    assert all(row["blocks"] == 3 and row["tokens_per_s"] > 0 for row in result["rows"])
-    assert [row["ratio_to_off"] for row in result["rows"] if row["tool"] == "off"] == [1.0] * 3
-    assert "no canary here" in result["failed"]["w8-kv_canary"]
+    assert all(row["blocks"] == 4 and row["tokens_per_s"] > 0 for row in mine)
+    assert all(row["accept_length"] == 4 and row["steps_to_off"] == 1 for row in mine)
+    assert {row["ratio_to_off"] for row in mine if row["tool"] == "off"} == {1.0}
+    assert list(result["failed"]) == ["w16-kv_canary"]
+    assert "no canary here" in result["failed"]["w16-kv_canary"]
+    assert "of 6 rows" in result["environment"]["note"]
+
+
+def test_each_width_has_a_gpu_and_processors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    overhead = _module("server_overhead")
+    options = overhead._parser().parse_args(["--w", "64,8", "--gpus", "0,1"])
+    cells = overhead.cells(options)
+    assert [(c.tool, c.w, c.gpu) for c in cells] == [
+        ("off", 64, "0"), ("off", 8, "1"), ("guard", 64, "0"), ("guard", 8, "1"),
+        ("control", 64, "0"), ("kv_canary", 8, "1"), ("async_assert", 8, "1"),
+    ]  # fmt: skip
+    by_gpu = {gpu: {c.cpus for c in cells if c.gpu == gpu} for gpu in "01"}
+    assert [len(held) for held in by_gpu.values()] == [1, 1]  # off and guard share theirs
+    assert not set(*by_gpu["0"]) & set(*by_gpu["1"])
+    assert overhead._spelled("0-2,8") == [0, 1, 2, 8]
+
+
+def test_rounds_take_turns_and_pairs_cancel_who_goes_first() -> None:
+    overhead = _module("server_overhead")
+    asked: list[str] = []
+
+    class Engine:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def ask(self, wait_s: float, **command: Any) -> dict[str, Any]:
+            asked.append(self.name)
+            speed = 100.0 if len(asked) % 2 else 110.0  # whoever goes second is faster
+            return {"tokens_per_s": speed, "steps": 5, "tokens": 20, "gaps": [0.001]}
+
+    case = overhead.Case(8, 32)
+    bench = overhead.Bench(8, {"off": Engine("off"), "guard": Engine("guard")}, {}, [case])
+    for _ in range(6):
+        bench.round("guard", case)
+    assert asked[:4] == ["off", "guard", "guard", "off"]
+    row = next(row for row in bench.rows() if row["tool"] == "guard")
+    assert row["ratios"][:2] == [1.1, 0.9091]
+    assert (row["ratio_to_off"], row["ratio_low"], row["ratio_high"]) == (1.0, 1.0, 1.0)
+    assert (row["blocks"], row["pairs"], row["p99_ms"]) == (6, 3, 1.0)
+
+
+def test_a_fault_in_one_lane_is_kept_and_ends_that_lane_only() -> None:
+    overhead = _module("server_overhead")
+    result: dict[str, Any] = {"failed": {}}
+    bench = overhead.Bench(64, {}, {}, [overhead.Case(8)] * 3)
+    options = overhead._parser().parse_args([])
+    overhead._guarded(result, [bench], 1e12, options, None)
+    assert "off" in result["failed"]["w64"]
 
 
 def test_statistics() -> None:
     overhead = _module("server_overhead")
     low, high = overhead.interval([0.99, 1.0, 1.01, 0.995, 1.002] * 4)
     assert 0.99 <= low <= 1.0 <= high <= 1.01
-    values = [float(v) for v in range(1, 101)]
-    assert overhead.percentile(values, 100, 0.99) == 100.0
-    assert overhead.percentile(values[-50:], 1000, 0.99) == 91.0
-    assert overhead.percentile([], 0, 0.99) is None
+    assert overhead.paired([1.1, 1 / 1.1, 1.2]) == [pytest.approx(1.0)]  # a round without its other
+    assert overhead.percentile([float(v) for v in range(1, 101)], 0.99) == 99.0
+    assert overhead.percentile([], 0.99) is None

@@ -134,24 +134,46 @@ def planted() -> str:
 
 
 def server_overhead() -> str:
-    """Speed of a guarded server beside an unguarded one; the other tools are in the raw results."""
+    """Speed of a guarded server beside an unguarded one, a second unguarded one, SGLang's tools."""
     found = load("server_overhead")
-    rows = [row for row in found["rows"] if row["tool"] == "guard"]
-    off = {(r["w"], r["concurrency"]): r for r in found["rows"] if r["tool"] == "off"}
+    by = {(row["w"], row["concurrency"], row["tool"]): row for row in found["rows"]}
     lines = []
-    for row in sorted(rows, key=lambda row: (row["w"], row["concurrency"])):
-        bare = off[row["w"], row["concurrency"]]
+    for w, requests in sorted({key[:2] for key in by}):
+        row, bare = (by[w, requests, tool] for tool in ("guard", "off"))
+        others = (by.get((w, requests, name)) for name in ("control", "kv_canary", "async_assert"))
         lines.append([
-            row["w"], row["concurrency"], row["blocks"],
-            f"{row['ratio_to_off']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})",
+            w, requests, row["blocks"], _ratio(row), *map(_ratio, others),
             f"{row['p99_ms']:.1f} / {bare['p99_ms']:.1f}",
-            f"{row['start_s']:.0f} / {bare['start_s']:.0f}",
         ])  # fmt: skip
     head = (
-        "w", "requests", "blocks", "speed, guarded to unguarded (95 %)", "p99 ms between tokens",
-        "start, s",
+        "w", "requests", "blocks", "guard, to unguarded (95 %)", "control", "`--kv-canary log`",
+        "async-assert", "p99 ms a token, guard / off",
     )  # fmt: skip
-    return f"{table(head, lines)}\n\n{found['environment']['note']}"
+    made = table(head, lines)
+    return f"{made}\n\n{found['environment']['note']} {_footprint(by)}"
+
+
+def _ratio(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    if row["ratio_low"] is None:
+        return f"{row['ratio_to_off']:.3f}"
+    return f"{row['ratio_to_off']:.3f} ({row['ratio_low']:.3f}-{row['ratio_high']:.3f})"
+
+
+def _footprint(by: dict[Any, Any]) -> str:
+    """Memory and start-up of the guard, per width."""
+    parts = []
+    for w in sorted({key[0] for key in by}):
+        row, bare = (next(r for key, r in by.items() if (key[0], key[2]) == (w, tool))
+                     for tool in ("guard", "off"))  # fmt: skip
+        name = "gpu_allocated" if row.get("gpu_allocated") else "gpu_bytes"
+        extra = ((row[name] or 0) - (bare[name] or 0)) / 2**20
+        parts.append(
+            f"w={w}: {extra:+.0f} MiB of GPU memory, {(row['pinned_bytes'] or 0) / 2**20:.1f} MiB "
+            f"pinned, started in {row['start_s']:.0f} s against {bare['start_s']:.0f} s"
+        )
+    return "Guarded, at " + "; at ".join(parts) + "."
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -254,7 +276,14 @@ def speed() -> str:
         cell.setdefault(row["bs"], []).append(row["tokens_per_second"])
     sizes = sorted({bs for cell in found.values() for bs in cell})
     rows = [
-        [name, budget or "-", *(f"{statistics.median(cell[bs]):,.0f}" for bs in sizes)]
+        [
+            name,
+            budget or "-",
+            *(
+                f"{statistics.median(cell[bs]):,.0f} ({min(cell[bs]):,.0f}-{max(cell[bs]):,.0f})"
+                for bs in sizes
+            ),
+        ]
         for (name, budget), cell in found.items()
     ]
     return table(("algorithm", "budget", *(f"{bs} at once" for bs in sizes)), rows)
@@ -311,6 +340,7 @@ def shadow_engines() -> str:
     """Engines with every fourth step shadowed."""
     rows = [
         [
+            row["release"],
             row["algorithm"] + (", stock backend" if row["incident"] else ""),
             "on" if row["graphs"] else "off",
             row["planted"] or "-",
@@ -322,7 +352,7 @@ def shadow_engines() -> str:
         for row in load("shadow")["rows"]
     ]
     head = (
-        "algorithm", "graphs", "planted", "verify steps", "shadowed",
+        "SGLang", "algorithm", "graphs", "planted", "verify steps", "shadowed",
         "largest error of a right step, of what is allowed", "rules found",
     )  # fmt: skip
     return table(head, sorted(rows, key=str))

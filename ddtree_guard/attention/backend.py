@@ -53,16 +53,29 @@ def verify_buffer_bytes(
 ) -> VerifyBytes:
     """What the corrected backend allocates for graphs of up to `batch` requests of w rows.
 
-    The mask holds batch*w*(context+w) bytes; verify reads at most batch*context KV indices of
-    8 bytes, and needs no attention logits per draft row, only decode's one per request.
+    The mask holds batch*w*(reach+w) bytes; verify reads at most batch*reach KV indices of 8 bytes,
+    and needs no attention logits per draft row, only decode's one per request.
     """
-    logits = batch * heads * kv_splits * (head_dim + 1) * 4  # float32 partial rows and their sums
+    lanes = _decode_lanes(batch, w, context)
+    logits = lanes * heads * kv_splits * (head_dim + 1) * 4  # float32 partial rows and their sums
     return VerifyBytes(
-        mask=batch * w * (context + w),
-        kv_indices=batch * context * 8,
+        mask=batch * w * (reach(context, w) + w),
+        kv_indices=lanes * context * 8,
         attn_logits=logits,
         rows=batch * w * 4,
     )
+
+
+def reach(context: int, w: int) -> int:
+    """Most committed tokens that a verify step starts from. One that runs ahead of the host, behind
+    a step that ends the request at the context limit, starts up to w tokens beyond that limit.
+    """
+    return context + w
+
+
+def _decode_lanes(batch: int, w: int, context: int) -> int:
+    """Requests whose KV indices at full context hold `batch` of them at full reach."""
+    return -(-batch * reach(context, w) // context)
 
 
 def require_fit(need: VerifyBytes, free: int, batch: int, w: int, context: int) -> None:
@@ -114,8 +127,9 @@ def needs_correction(model_runner: Any, facts: Facts) -> bool:
     if not facts.follows_batch and (stock != w or getattr(args, VARIES, False)):
         return True
     context = int(model_runner.model_config.context_len)
+    longest = reach(context, w) if getattr(args, VARIES, False) else context
     graphs = not getattr(args, "disable_cuda_graph", False)
-    return graphs and facts.mask_cells(stock, context) < w * (context + w)
+    return graphs and facts.mask_cells(stock, context) < w * (longest + w)
 
 
 # Keyed by the stock class. A container, because SGLang's HookRegistry rewrites module globals
@@ -162,11 +176,12 @@ def _make_class(stock: Any, facts: Facts) -> type:
                 super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **kwargs)
                 return
             _check_memory(self, max_bs, w)
-            # One "token" per request: KV indices for BS*C and one row of decode's logits. What
-            # stock sizes by row is widened below. A buffer that we do not know may hold rows, so
-            # a class that has one gets all of stock's sizes, at the cost of memory.
+            # About one "token" per request: KV indices for BS * reach and one row of decode's
+            # logits. What stock sizes by row is widened below. A buffer that we do not know may
+            # hold rows, so a class that has one gets all of stock's sizes, at the cost of memory.
             rows = max(max_num_tokens, max_bs * w)
-            tokens = rows if unknown_buffers(stock) else max_bs
+            few = min(rows, _decode_lanes(max_bs, w, self.max_context_len))
+            tokens = rows if unknown_buffers(stock) else few
             super().init_cuda_graph_state(max_bs, tokens, *args, **kwargs)
             _widen(self, facts, max_bs, rows)
 
@@ -270,17 +285,24 @@ def free_bytes(device: Any) -> int | None:
 
 
 def _widen(backend: Any, facts: Facts, batch: int, rows: int) -> None:
-    """Give every per-row buffer `rows` entries, and the mask its w*(C+w) cells per request."""
+    """Give every per-row buffer `rows` entries, and the mask its w*(reach+w) cells per request."""
     for name in ROW_BUFFERS:
         buffer = getattr(backend, name, None)
         if buffer is not None and buffer.shape[0] < rows:
             # stock fills each of them with one value
             setattr(backend, name, buffer[:1].expand(rows, *buffer.shape[1:]).clone())
-    if facts.mask == "cuda_graph_custom_mask" and backend.cuda_graph_custom_mask is not None:
-        w = backend.ddtree_width
-        backend.cuda_graph_custom_mask = backend.cuda_graph_custom_mask.new_zeros(
-            batch * w * (backend.max_context_len + w)
-        )
+    buffer, w = graph_mask(backend, facts), backend.ddtree_width
+    if buffer is not None:
+        cells = batch * w * (reach(backend.max_context_len, w) + w)
+        _replace_mask(backend, facts, buffer.new_zeros(cells))
+
+
+def _replace_mask(backend: Any, facts: Facts, buffer: Any) -> None:
+    """Where a struct holds the mask it is frozen: a new one takes its place."""
+    held = getattr(backend, facts.mask)
+    if hasattr(held, "buffer"):
+        buffer = importlib.import_module("msgspec.structs").replace(held, buffer=buffer)
+    setattr(backend, facts.mask, buffer)
 
 
 REGISTRY = "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS[triton]"

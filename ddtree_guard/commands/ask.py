@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from ddtree_guard.fold import say
 from ddtree_guard.recorder import signals
 
 
@@ -14,5 +15,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"pid": args.pid, "asked": True}))
     else:
-        print(f"asked process {args.pid}; its log names the dump (`ddtree_guard dump trigger=...`)")
+        say(f"asked process {args.pid}; its log names the dump (`ddtree_guard dump trigger=...`)")
     return 0

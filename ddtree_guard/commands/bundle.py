@@ -29,6 +29,8 @@ from ddtree_guard.dump.schema import MANIFEST
 from ddtree_guard.dump.trail import Trail
 from ddtree_guard.dump.write import DumpWriter, Notes
 from ddtree_guard.errors import GuardError, UsageError
+from ddtree_guard.fold import say
+from ddtree_guard.render import count
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Attention, Step
 
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"bundle": str(out), "bytes": size, "files": sorted(members),
                           "scanned_for": secrets.words}, indent=1))  # fmt: skip
     else:
-        print(f"wrote {out} ({size >> 10} KiB); {scanned}: none found; safe to attach to an issue")
+        say(f"wrote {out} ({size >> 10} KiB); {scanned}: none found; safe to attach to an issue")
     return 0
 
 
@@ -239,7 +241,7 @@ def _readme(dump: Dump, findings: Iterable[tuple[int, Finding]]) -> str:
     doctor = [_clean(line, dump) for line in dump.doctor] or ["nothing was recorded"]
     return "\n".join(
         [
-            f"A ddtree-guard dump of {len(dump)} steps for a public issue.",
+            f"A ddtree-guard dump of {count(len(dump), 'step')} for a public issue.",
             f"Rules recorded as broken: {', '.join(map(_name, rules)) or 'none'}.",
             "Token ids and request ids are hashes with a key that nobody has.",
             "",

@@ -15,6 +15,7 @@ from ddtree_guard.checks import ALL
 from ddtree_guard.config import Config, RuleSelection
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import DumpError
+from ddtree_guard.fold import say
 from ddtree_guard.guard import Guard, Report
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(result), indent=1))
     else:
-        print("\n".join(text(result, args.all)))
+        say("\n".join(text(result, args.all)))
     return result.exit_code
 
 

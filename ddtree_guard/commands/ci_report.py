@@ -23,6 +23,7 @@ from ddtree_guard.commands import ci_formats
 from ddtree_guard.config import setting
 from ddtree_guard.errors import UsageError
 from ddtree_guard.evidence import Process, read_processes
+from ddtree_guard.fold import fold
 
 BLOCKS = 20  # findings that are written out
 NO_STEP = "guard saw no verify step"
@@ -144,17 +145,14 @@ def text(verdict: Verdict) -> list[str]:
         lines += ["", f"in {process.name}:", hit.text]
     if len(shown) > BLOCKS:
         lines += ["", f"{len(shown) - BLOCKS} more rules of which no block is shown"]
-    return [
-        *map(_printable, lines),
-        "",
-        *map(render.plain, [*verdict.not_guarded, summary(verdict)]),
-    ]
+    lines += ["", *map(render.plain, [*verdict.not_guarded, summary(verdict)])]
+    return [_printable(line) for line in fold("\n".join(lines)).split("\n")]
 
 
 def _printable(line: str) -> str:
-    """Text that neither a terminal nor a CI runner obeys: runners take commands from any line."""
-    parts = [render.plain(part) for part in line.split("\n")]
-    return "\n".join(f"| {p}" if p.lstrip().startswith(("::", "##[")) else p for p in parts)
+    """A line that neither a terminal nor a CI runner obeys: runners take commands from any line."""
+    line = render.plain(line)
+    return f"| {line}" if line.lstrip().startswith(("::", "##[")) else line
 
 
 def first_hits(verdict: Verdict) -> list[tuple[Process, Any]]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ddtree_guard.dump.compare import WHOSE, Difference, differences
 from ddtree_guard.dump.read import Dump
-from ddtree_guard.render import plain
+from ddtree_guard.fold import say
+from ddtree_guard.render import count, plain
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(found, pairs, missing), indent=1))
     else:
-        print("\n".join(_text(found, pairs, how, missing, same_ids)))
+        say("\n".join(_text(found, pairs, how, missing, same_ids)))
     return 1 if found or missing else 0
 
 
@@ -57,9 +58,11 @@ def _text(
     if not same_ids:
         lines.append("token ids are hashes here: compared by which of them are equal")
     if missing:
-        lines.append(f"{missing} steps are in one dump only")
+        lines.append(f"{count(missing, 'step')} {'is' if missing == 1 else 'are'} in one dump only")
     verdict = f"{len(found)} of them differ" if found else "all of them the same"
-    lines.append(f"compared {len(pairs)} pairs of steps by {how}: {verdict}")
+    if len(pairs) == 1:
+        verdict = "they differ" if found else "they are the same"
+    lines.append(f"compared {count(len(pairs), 'pair')} of steps by {how}: {verdict}")
     return lines
 
 

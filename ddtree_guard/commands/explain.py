@@ -12,10 +12,11 @@ from typing import Any
 
 from ddtree_guard.commands.catalogue import advice, catalogue, facts, find, reads, sections
 from ddtree_guard.errors import UsageError
+from ddtree_guard.fold import columns, say
 from ddtree_guard.render import LEGEND, parse_line, plain
 from ddtree_guard.rule import Rule
 
-_WIDTH = 96
+_WIDTH = 96  # of a page on a wide terminal
 _INCIDENT = re.compile(r"[IH]\d{1,2}")
 
 
@@ -61,7 +62,8 @@ def _list(as_json: bool, rules: list[Rule], title: str) -> int:
         print(json.dumps({"rules": [facts(rule) for rule in rules]}, indent=1))
     else:
         lines = [f"{rule.id:5} {rule.name}: {rule.statement}" for rule in rules]
-        print("\n".join([title, *lines, "`ddtree-guard explain ID` prints a rule's page"]))
+        say("\n".join([title, *lines]), hang=6)
+        print("`ddtree-guard explain ID` prints a rule's page")
     return 0
 
 
@@ -72,16 +74,17 @@ def page(rule: Rule) -> str:
     where = f"scope {rule.scope.value}, site {rule.site.value}, cost {rule.cost.value}" + (
         f", device bit {rule.bit}" if rule.bit is not None else ""
     )
-    lines = [head, "=" * len(head), *textwrap.wrap(parts.pop("Statement"), _WIDTH), where, ""]
+    width = min(columns(), _WIDTH)
+    lines = [head, "=" * len(head), *textwrap.wrap(parts.pop("Statement"), width), where, ""]
     for heading, text in parts.items():
-        lines += textwrap.wrap(f"{heading}: {text}", _WIDTH, subsequent_indent="  ")
+        lines += textwrap.wrap(f"{heading}: {text}", width, subsequent_indent="  ")
     harm, cures = advice(rule)
     lines.append(f"Harm: {harm}")
     for number, cure in enumerate(cures, 1):
         text = f"What to do, {number}: {cure}"
         # a flag stays whole, to be copied
-        lines += textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-    lines += textwrap.wrap(f"Reads: {', '.join(reads(rule))}", _WIDTH, subsequent_indent="  ")
+        lines += textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+    lines += textwrap.wrap(f"Reads: {', '.join(reads(rule))}", width, subsequent_indent="  ")
     return "\n".join(lines)
 
 
@@ -118,8 +121,8 @@ def _explain_dump(as_json: bool, path: str) -> int:
     }
     if not rules and not as_json:
         why = render.plain(f"{dump.trigger['kind']}: {dump.trigger['why'] or 'no reason given'}")
-        print(f"No finding was recorded in this dump. It was written by trigger {why}.")
-        print(f"Next: ddtree-guard check {_path(dump.path)}")
+        say(f"No finding was recorded in this dump. It was written by trigger {why}.")
+        say(f"Next: ddtree-guard check {_path(dump.path)}")
         return 0
     return _print(as_json, rules, extra, "\n\n".join(blocks))
 
@@ -128,5 +131,5 @@ def _print(as_json: bool, rules: list[Rule], extra: dict[str, Any], text: str) -
     if as_json:
         print(json.dumps({**extra, "rules": [facts(rule) for rule in rules]}, indent=1))
     else:
-        print("\n\n".join(filter(None, [text, *map(page, rules), LEGEND])))
+        say("\n\n".join(filter(None, [text, *map(page, rules), LEGEND])))
     return 0

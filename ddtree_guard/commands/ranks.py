@@ -10,7 +10,8 @@ from ddtree_guard.dump.compare import OF_A_RANK, WHOSE, Difference, differences
 from ddtree_guard.dump.find import find_dumps
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import DumpError, UsageError
-from ddtree_guard.render import plain
+from ddtree_guard.fold import say
+from ddtree_guard.render import count, plain
 
 SKIP = (*WHOSE, *OF_A_RANK, "slots.pools", "contract.not_checked")
 Place = tuple[Dump, int]
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(ranks, shared, odd, refused), indent=1))
     else:
-        print("\n".join(_text(ranks, shared, odd, refused)))
+        say("\n".join(_text(ranks, shared, odd, refused)))
     return 1 if odd is not None else 0
 
 
@@ -90,7 +91,7 @@ def _text(
         ]
     verdict = "first difference above" if odd is not None else "every rank holds the same"
     names = plain(", ".join(ranks))
-    lines.append(f"{len(ranks)} ranks ({names}), {len(shared)} shared steps: {verdict}")
+    lines.append(f"{len(ranks)} ranks ({names}), {count(len(shared), 'shared step')}: {verdict}")
     if not shared:
         lines[-1] = f"{len(ranks)} ranks ({names}) share no step: nothing is known"
     return lines

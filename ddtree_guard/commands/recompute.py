@@ -18,7 +18,8 @@ import numpy as np
 from ddtree_guard.attention.reference import verify_attention, visible
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import DumpError, IncompatibleError, UsageError
-from ddtree_guard.render import plain
+from ddtree_guard.fold import say
+from ddtree_guard.render import count, plain
 from ddtree_guard.step import Step
 
 TOLERANCE = 0.02  # of the largest value: bfloat16 rows of a long prefix stay below
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(results, args.tolerance), indent=1))
     else:
-        print("\n".join(map(plain, _text(results, args.tolerance))))
+        say("\n".join(map(plain, _text(results, args.tolerance))))
     return 1 if any(result.wrong for result in results) else 0
 
 
@@ -235,7 +236,7 @@ def _text(results: list[Result], tolerance: float) -> list[str]:
             lines.append("  " + _kernel_text(result, tolerance))
     wrong, rows = sum(len(r.wrong) for r in results), sum(r.error.size for r in results)
     lines.append(
-        f"recomputed {rows} rows of {len(results)} steps with dense attention: "
+        f"recomputed {count(rows, 'row')} of {count(len(results), 'step')} with dense attention: "
         + (f"{wrong} wrong" if wrong else "all right")
     )
     return lines

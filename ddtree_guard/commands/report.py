@@ -8,6 +8,7 @@ import os
 
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import UsageError
+from ddtree_guard.fold import say
 from ddtree_guard.render import plain
 from ddtree_guard.report.html import page, sentence, story
 
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         rules = [finding.rule for finding in told.findings]
         print(json.dumps({"report": args.out, "sentence": what, "findings": rules}, indent=1))
     else:
-        print(f"{plain(what)}\nwrote {args.out}")
+        say(f"{plain(what)}\nwrote {args.out}")
     return 0
 
 

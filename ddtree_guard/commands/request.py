@@ -14,6 +14,7 @@ from ddtree_guard.dump.find import find_dumps, find_trails
 from ddtree_guard.dump.read import Dump, read_trails
 from ddtree_guard.dump.trail import Trail, merged
 from ddtree_guard.errors import DumpError, UsageError
+from ddtree_guard.fold import say
 from ddtree_guard.render import plain
 
 _PROCESS = re.compile(r"(?:trail_|Z_)([A-Za-z0-9.-]+_pid\d+)")
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(args.rid, answer), indent=1))
     else:
-        print("\n".join(map(plain, _text(args.rid, answer))))
+        say("\n".join(map(plain, _text(args.rid, answer))))
     return 0 if all(trail.clean for trail in answer.trails.values()) else 1
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 
 from ddtree_guard.commands.catalogue import catalogue, facts
 from ddtree_guard.errors import UsageError
+from ddtree_guard.fold import columns, fold
 from ddtree_guard.rule import Rule
 
-_NARROW = 30  # columns below which a folded statement reads badly beside its rule
+_NARROW = 40  # columns below which a folded statement reads badly beside its rule
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,32 +32,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([facts(rule) for rule in rules], indent=1))
     elif not args.markdown:
-        print("\n".join(table(rules, _width())))
+        print("\n".join(table(rules, columns())))
     return 0
 
 
-def table(rules: Sequence[Rule], width: int | None = None) -> list[str]:
-    """One line per rule; where `width` is too narrow for that, what must hold comes below."""
-    name = max((len(rule.name) for rule in rules), default=4)
+def table(rules: Sequence[Rule], width: int) -> list[str]:
+    """A row per rule; where `width` is too narrow for that, what must hold comes below it."""
     rows = [("id", "defect", "scope", "site", "cost", "what must hold")]
     rows += [(r.id, r.name, r.scope.value, r.site.value, r.cost.value, r.statement) for r in rules]
+    sizes = [max(len(row[at]) for row in rows) for at in range(5)]
+    gap = "  " if sum(sizes) + 2 * len(sizes) <= width else " "
     lines: list[str] = []
-    for a, b, c, d, e, statement in rows:
-        head = f"{a:5} {b:{name}} {c:8} {d:8} {e:8} "
-        if width is None or len(head) + len(statement) <= width:
-            lines.append(head + statement)
-        elif width - len(head) >= _NARROW:
-            lines += textwrap.wrap(
-                statement, width, initial_indent=head, subsequent_indent=" " * len(head)
-            )
+    for *cells, statement in rows:
+        head = "".join(f"{cell:{size}}{gap}" for cell, size in zip(cells, sizes, strict=True))
+        if width - len(head) >= _NARROW:
+            lines += fold(head + statement, width, hang=len(head)).split("\n")
         else:
-            indent = " " * 6
-            lines.append(head.rstrip())
-            lines += textwrap.wrap(
-                statement, width, initial_indent=indent, subsequent_indent=indent
-            )
+            below = " " * (sizes[0] + 2)
+            lines += [head.rstrip(), *fold(below + statement, width, hang=0).split("\n")]
     return [*lines, f"{len(rules)} rules; `ddtree-guard explain ID` prints a rule's page"]
-
-
-def _width() -> int | None:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import UsageError
+from ddtree_guard.fold import say
 from ddtree_guard.render import blocks, plain
 from ddtree_guard.report import drawing, rows, terminal
 from ddtree_guard.rule import Finding
@@ -27,29 +28,28 @@ def run(args: argparse.Namespace) -> int:
         return 0
     out = terminal.console()
     widths = ", ".join(f"{name} {value}" for name, value in step.widths.holders.items())
-    out.print(
+    say(
         f"step {step.who.step_id} (index {at} of {len(dump)}), {plain(step.who.rank)}, "
         f"{plain(step.who.backend_kind)} {plain(step.who.backend)}, {plain(step.who.path)} path, "
         f"SGLang {plain(step.who.release) or '?'}\n"
         f"bs={step.bs} BS={step.padded_bs} w={step.w} b={step.widths.block} "
-        f"B={step.widths.budget}; widths held: {plain(widths) or 'not in this step'}",
-        markup=False,
+        f"B={step.widths.budget}; widths held: {plain(widths) or 'not in this step'}"
     )
     kind, why = plain(dump.trigger["kind"]), plain(dump.trigger["why"])
-    out.print(f"written by trigger {kind}{why and ': ' + why}", markup=False)
+    say(f"written by trigger {kind}{why and ': ' + why}")
     if dump.redacted:
-        out.print("redacted dump: tokens and request ids are hashes, equal where the ids are equal")
+        say("redacted dump: tokens and request ids are hashes, equal where the ids are equal")
     for text in blocks((step, finding) for finding in mine):
-        out.print("\n" + text, markup=False, soft_wrap=True)
-    out.print()
+        say("\n" + text)
+    print()
     if not step.bs:
-        out.print("no requests: this step is the configuration that a server started with")
+        say("no requests: this step is the configuration that a server started with")
         return 0
-    out.print(terminal.requests_table(step))
+    out.print(terminal.requests_table(step, out.width))
     for picture in (terminal.ruler, terminal.heatmap):
         out.print(picture(step, request, out.width))
         out.print()
-    out.print(terminal.tree(step, request))
+    out.print(terminal.tree(step, request, out.width))
     out.print()
     return 0
 

@@ -289,6 +289,24 @@ def _validate_request(original: Original) -> Any:
     return validate_dflash_request
 
 
+def _row_room(original: Original) -> Any:
+    def get_req_to_token_extra_context_len(server_args: Any) -> int:
+        """Columns behind the context in a row of `req_to_token`.
+
+        SGLang reserves 2 * D slots behind what the host knows to be committed, and gives a row
+        D + 4 columns for them. A request near the context limit would write the rest into the next
+        request's row, which then attends to slots that are not its own. A step that runs ahead of
+        the host starts up to a block later.
+        """
+        extra = int(original.value(server_args))
+        if server_args.speculative_algorithm != ALGORITHM:
+            return extra
+        ahead = int(server_args.speculative_dflash_block_size)
+        return max(extra, 2 * int(server_args.speculative_num_draft_tokens) + ahead)
+
+    return get_req_to_token_extra_context_len
+
+
 def _show_block_size(original: Original) -> Any:
     def create_triton_backend(runner: Any) -> Any:
         """The incident: a stock backend that is told the draft block size."""
@@ -337,6 +355,12 @@ SERVER = (
         "sglang.srt.speculative.spec_utils.spec_need_hidden_states",
         "DDTREE relays no hidden states between steps, like DFLASH",
         _need_hidden_states,
+        ("server_args",),
+    ),
+    Patch(
+        "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len",
+        "gives a request near the context limit room for the slots that SGLang reserves",
+        _row_room,
         ("server_args",),
     ),
     Patch(

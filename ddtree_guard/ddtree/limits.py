@@ -23,6 +23,14 @@ _ARGUMENTS: tuple[tuple[str, tuple[Any, ...], str, str], ...] = (
     ("enable_two_batch_overlap", (False,), "one batch per step",
      "drop --enable-two-batch-overlap"),
     ("enable_pdmux", (False,), "no PD multiplexing", "drop --enable-pdmux"),
+    ("enable_strict_thinking", (None, False), "no token filter on thoughts, which is a grammar",
+     "drop --enable-strict-thinking"),
+    ("enable_return_routed_experts", (None, False), "tokens that stay in their KV slot",
+     "drop --enable-return-routed-experts"),
+    ("enable_page_major_kv_layout", (None, False), "KV rows of a layer side by side",
+     "drop --enable-page-major-kv-layout"),
+    ("kv_canary", (None, "none"), "no KV canary, which takes every batch for a chain",
+     "drop --kv-canary"),
     ("speculative_adaptive", (False,), "a fixed budget", "drop --speculative-adaptive"),
     ("speculative_draft_window_size", (None,), "a drafter that sees the whole prefix",
      "drop --speculative-draft-window-size"),
@@ -133,10 +141,13 @@ def check_step(need: StepBytes, free: int | None, bs: int, w: int) -> None:
 
 
 def can_move(pool: Any) -> bool:
-    """Whether the KV pool is plain per-layer rows of keys and values."""
-    plain = hasattr(pool, "k_buffer") and hasattr(pool, "v_buffer") and hasattr(pool, "data_ptrs")
+    """Whether the KV pool is plain per-layer rows of keys and values, one behind the other."""
+    if not all(hasattr(pool, name) for name in ("k_buffer", "v_buffer", "data_ptrs")):
+        return False
+    rows = (*pool.k_buffer, *pool.v_buffer)
+    apart = any(part.dim() != 3 or not part.is_contiguous() for part in rows)
     scaled = getattr(pool, "k_scale_buffer", None) is not None
-    return plain and not scaled and not getattr(pool, "use_hnd", False)
+    return not apart and not scaled and not getattr(pool, "use_hnd", False)
 
 
 def refuse_request(req: Any) -> str | None:
@@ -151,7 +162,10 @@ def refuse_request(req: Any) -> str | None:
     for name in ("json_schema", "regex", "ebnf", "structural_tag"):
         if getattr(params, name, None) is not None:
             return f"DDTREE does not support grammar-constrained decoding; drop {name}."
-    asked = (getattr(params, "custom_params", None) or {}).get(REQUEST_KEY, 1)
+    given = getattr(params, "custom_params", None) or {}
+    if not isinstance(given, dict):  # SGLang does not look at what a client sends here
+        return f"custom_params must be an object of names and values, found {type(given).__name__}."
+    asked = given.get(REQUEST_KEY, 1)
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
         return f"custom_params.{REQUEST_KEY} must be a whole number of at least 1, found {asked!r}."
     # Penalties depend on the path to a node, which differs from row to row of a tree.

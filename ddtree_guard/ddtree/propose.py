@@ -47,10 +47,22 @@ class Proposer:
         ids = torch.arange(self.rows, device=logits.device).add_(self.start)
         values, tokens = best(logits, ids.expand(len(logits), -1), min(self.top_k, self.rows))
         if self.group is not None:
-            values, tokens, norm = self._merge(values, tokens, norm)
+            values, tokens, norm = self._merge(*self._filled(values, tokens), norm)
         logp = (values - norm).clamp_(max=0.0)  # rounding may leave a certain token above zero
         shape = (bs, self.depth, -1)
         return tokens.view(shape).contiguous(), logp.view(shape).contiguous()
+
+    def _filled(self, values: Any, tokens: Any) -> tuple[Any, Any]:
+        """As many candidates as every rank gives: one that owns fewer tokens adds impossible ones,
+        which no tree takes as long as there are others.
+        """
+        short = self.top_k - values.shape[1]
+        if short <= 0:
+            return values, tokens
+        return (
+            torch.cat([values, values.new_full((len(values), short), -torch.inf)], dim=1),
+            torch.cat([tokens, tokens.new_full((len(tokens), short), self.start)], dim=1),
+        )
 
     def _merge(self, values: Any, tokens: Any, norm: Any) -> tuple[Any, Any, Any]:
         """Best candidates over all ranks, and the log-sum over the whole vocabulary."""
@@ -67,8 +79,7 @@ class Proposer:
 
     def allocate(self, max_bs: int) -> None:
         """Buffers that the captured draft graph fills, for up to `max_bs` requests."""
-        ranks = 1 if self.group is None else self.group.world_size
-        width = min(self.top_k, self.rows * ranks)
+        width = min(self.top_k, self.rows) if self.group is None else self.top_k
         shape, device = (max_bs, self.depth, width), self.weight.device
         self.captured = {
             "tokens": torch.empty(shape, dtype=torch.int64, device=device),

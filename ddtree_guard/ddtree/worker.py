@@ -32,7 +32,7 @@ from sglang.srt.speculative import dflash_utils, dflash_worker_v2
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from ddtree_guard.attention.backend import free_bytes, graph_mask, is_corrected
+from ddtree_guard.attention.backend import free_bytes, graph_mask, is_corrected, reach
 from ddtree_guard.config import TreeConfig
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
 from ddtree_guard.ddtree.choose import choose
@@ -103,7 +103,8 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         weight = getattr(head, "weight", None)
         shard = getattr(head, "shard_indices", None)
         added = 0 if shard is None else int(shard.num_added_elements)
-        if weight is None or not torch.is_floating_point(weight) or added:
+        plain = (torch.float32, torch.bfloat16, torch.float16)  # float8 is floating point, too
+        if weight is None or weight.dtype not in plain or added:
             raise IncompatibleError(
                 "DDTREE drafts through the target's output head and needs it unquantized and "
                 "without added tokens; use --speculative-algorithm DFLASH."
@@ -265,8 +266,11 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         cells = width * (lens_sum + bs * width)
         backend = self.model_runner.attn_backend
         captured = graph_mask(backend, facts_of(type(backend)))
-        if captured is not None and captured.numel() >= cells:
-            return captured
+        if captured is not None:
+            # A replay reads no other mask. `lens_sum` does not know where the context ends.
+            longest = reach(int(backend.max_context_len), min(self.budget + 1, self.block_size))
+            if captured.numel() >= min(cells, bs * width * (longest + width)):
+                return captured
         if self._eager_mask is None or self._eager_mask.numel() < cells:
             size = max(cells, 2 * (0 if self._eager_mask is None else self._eager_mask.numel()))
             self._eager_mask = torch.zeros(size, dtype=torch.uint8, device=self.device)

@@ -23,6 +23,7 @@ from ddtree_guard.runbook import advice_on
 
 FINE, WRONG, USAGE, ENVIRONMENT = 0, 1, 2, 3
 BARE, ARGUMENTS, URL = "bare", "arguments", "url"
+_KIND = "whether the corrected backend would be used, which the model decides"
 _WIDTH_RULES = frozenset(("CFG1", "W1", "W3", "W4", "W8", "M5"))
 
 
@@ -105,7 +106,8 @@ class Diagnosis:
         if made.backend is None:
             return "attention backend"
         if self.uses == "unknown":
-            return "its backend's kind, and no output was judged"
+            ours = self.way == ARGUMENTS
+            return _KIND if ours else "its backend's kind, and no output was judged"
         if made.varies:  # DDTREE of this package refuses at start what it cannot serve
             return ""
         open_ = [m for m in self.known_here if not m.sure and m.fault.effect.startswith("wrong")]
@@ -220,7 +222,7 @@ def _decide(what: str) -> str:
     """The flag that would decide."""
     if "attention backend" in what:
         return "give --attention-backend, as the server is given it"
-    if "sliding-window" in what or "recurrent" in what:
+    if what == _KIND or "sliding-window" in what or "recurrent" in what:
         return "give --model-path as a local folder with its config.json"
     return ""
 

@@ -111,8 +111,8 @@ def _backend_here(d: Diagnosis, made: Deployment, facts: Facts | None) -> str:
     if not plugin["loaded"] or d.corrected is None or plugin.get("incident"):
         return "stock"
     choice = plugin.get("backend", "auto")
-    auto = choice == "auto" and corrected_here(made, facts)
-    return "corrected" if auto or choice == "corrected" else "stock"
+    auto = corrected_here(made, facts) if choice == "auto" else choice == "corrected"
+    return "unknown" if auto is None else "corrected" if auto else "stock"
 
 
 def _limits(d: Diagnosis, made: Deployment) -> None:

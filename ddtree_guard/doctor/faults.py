@@ -141,6 +141,9 @@ CONDITIONS: Mapping[str, Condition] = {
     "graphs": lambda d: d.graphs,
     "topk-above-1": _topk,
     "pages-above-1": lambda d: _above(d.page_size, 1),
+    "pages-of-1": lambda d: None if d.page_size is None else d.page_size == 1,
+    # SGLang reserves 2D slots behind at most C - 4 tokens, in a row of C + D + 4 columns
+    "draft-tokens-above-8": lambda d: _above(d.declared, 8),
     "sliding-window": _window,
     "recurrent": lambda d: d.model.recurrent if d.model_known else None,
     "width-differs": _width_differs,

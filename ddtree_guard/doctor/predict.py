@@ -75,17 +75,25 @@ def _skipped(reports: list[Report], checked: set[str]) -> tuple[NotChecked, ...]
     return tuple(each.values())
 
 
-def corrected_here(d: Deployment, facts: Facts | None) -> bool:
-    """Whether backend choice `auto` would give the target the corrected backend."""
-    if facts is None or not d.ddtree or d.w is None or d.context is None:
+def corrected_here(d: Deployment, facts: Facts | None) -> bool | None:
+    """Whether backend choice `auto` would give the target the corrected backend; None: not known.
+
+    What is not stated is what SGLang could not resolve, as for a model that is not on this machine.
+    """
+    if facts is None or not d.ddtree:
         return False
+    sure = d.varies or d.declared not in (None, d.w)  # then the context decides nothing
+    if d.w is None or (d.declared is None and not d.varies):
+        return None
+    if d.context is None and (facts.follows_batch or not sure):
+        return None
     args = SimpleNamespace(
         speculative_algorithm=d.algorithm,
         speculative_num_draft_tokens=d.declared,
         disable_cuda_graph=d.graphs is False,
         **{BUDGET: d.w - 1, VARIES: d.varies},
     )
-    model = SimpleNamespace(context_len=d.context)
+    model = SimpleNamespace(context_len=d.context or 0)
     runner = SimpleNamespace(server_args=args, is_draft_worker=False, model_config=model)
     return needs_correction(runner, facts)
 

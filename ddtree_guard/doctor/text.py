@@ -12,12 +12,12 @@ from ddtree_guard.doctor.diagnosis import URL, Diagnosis, headline, relevant
 from ddtree_guard.doctor.faults import Match
 from ddtree_guard.doctor.memory import Memory
 from ddtree_guard.doctor.predict import Prediction
+from ddtree_guard.fold import WIDTH, columns
 from ddtree_guard.hooks.words import by_reason
 from ddtree_guard.render import plain
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
-WIDTH = 100
 _MARK = 11  # columns of the first word of a row
 Row = tuple[str, str]
 
@@ -154,6 +154,9 @@ def _plugin(plugin: dict[str, object]) -> Iterator[Row]:
             f"; steps are not checked, {PREFIX}=log checks them" if plugin["mode"] == "off" else ""
         )
         yield "settings", f"mode={plugin['mode']} {backend}{incident}{off}"
+    if plugin.get("shadow"):
+        line = str(plugin["shadow"]).removeprefix("ddtree_guard shadow ")
+        yield "shadow", f"{line} (layers are known once a server runs: its log has this line)"
     warned = plugin.get("warnings")
     for text in warned if isinstance(warned, list) else []:
         yield "warning", str(text)
@@ -313,6 +316,6 @@ def _wrapped(mark: str, text: str, indent: int) -> list[str]:
     """`mark` and the text beside it, folded below itself."""
     head = f"{plain(mark):{indent}}" if indent else ""
     return textwrap.wrap(
-        plain(text), WIDTH, initial_indent=head, subsequent_indent=" " * indent,
+        plain(text), min(columns(), WIDTH), initial_indent=head, subsequent_indent=" " * indent,
         break_long_words=False, break_on_hyphens=False,
     ) or [head.rstrip()]  # fmt: skip

@@ -41,5 +41,8 @@ def _find(root: Path, pattern: re.Pattern[str], folders: bool, below: bool = Tru
     except (OSError, ValueError) as error:
         if below:
             why = getattr(error, "strerror", None) or str(error)
-            raise DumpError(f"{str(root)!r} is not a folder of dumps ({why}).") from None
+            raise DumpError(
+                f"{str(root)!r} is not a folder of dumps ({why}); give the one that "
+                "SGLANG_DDTREE_GUARD_DUMP_DIR names."
+            ) from None
     return found

@@ -28,6 +28,8 @@ from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 _BLOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.safetensors")
+_VERSION = re.compile(r"\d[0-9A-Za-z.+]{0,30}")
+_DAMAGED = "it was cut off or changed after it was written: copy the dump again."
 _HOLES, _RATIO = 1 << 20, 64  # a small sparse file must not take a gigabyte of memory
 _WHO: dict[str, type] = {"rank": str, "worker": str, "step_id": int}
 _TRIGGER: dict[str, type] = {"kind": str, "why": str, "suppressed": int, "ring_dropped": int}
@@ -62,8 +64,8 @@ class Dump:
         data = _read_file(self.path, entry["blob"], schema.MAX_BLOB, blob["bytes"])
         if hashlib.sha256(data).hexdigest() != blob["sha256"]:
             raise DumpError(
-                f"{entry['blob']} is not what the manifest describes (SHA-256 differs); the dump "
-                "was changed or damaged after it was written."
+                f"{entry['blob']} of {str(self.path)!r} is not what the manifest describes "
+                f"(SHA-256 differs); {_DAMAGED}"
             )
         arrays = read_arrays(data, entry["blob"])
         _compare(arrays, entry["arrays"], entry["blob"])
@@ -133,7 +135,10 @@ def _read_file(folder: Path, name: str, limit: int, expected: int | None = None)
                 raise DumpError(f"{name} is not a regular file.")
             if status.st_size > limit or expected not in (None, status.st_size):
                 wanted = f"at most {limit}" if expected is None else str(expected)
-                raise DumpError(f"{name} has {status.st_size} bytes, expected {wanted}.")
+                raise DumpError(
+                    f"{name} of {str(folder)!r} has {status.st_size} bytes, expected {wanted}; "
+                    f"{_DAMAGED}"
+                )
             if status.st_size > _HOLES and status.st_blocks * 512 * _RATIO < status.st_size:
                 raise DumpError(
                     f"{name} is mostly holes: {status.st_size} bytes, {status.st_blocks * 512} on "
@@ -171,8 +176,22 @@ def _missing(folder: Path, name: str) -> str:
     """What to say when the folder lacks a file: perhaps it is the folder above the dumps."""
     inside = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
     if name == MANIFEST and inside:
+        if len(inside) == 1:
+            return f"{str(folder)!r} holds a dump; give that one: {inside[0]}."
         return f"{str(folder)!r} holds {len(inside)} dumps; give one, for example {inside[-1]}."
-    return f"{str(folder)!r} is not a whole dump: it holds no {name}."
+    return (
+        f"{str(folder)!r} is not a whole dump: it holds no {name}; give the folder that the log "
+        "names (dump=...)."
+    )
+
+
+def _written_by(data: Any) -> str:
+    """Which version can read a manifest of another schema, if it says so."""
+    versions = data.get("versions") if isinstance(data, dict) else None
+    version = versions.get("ddtree_guard") if isinstance(versions, dict) else None
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        return "read it with the version of ddtree-guard that wrote it."
+    return f"ddtree-guard {version} wrote it: read it with that version."
 
 
 def _reason(error: Exception) -> str:
@@ -189,7 +208,7 @@ def _json(raw: bytes, what: str) -> Any:
         )
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise DumpError(f"{what} is not valid JSON ({reason}).") from None
+        raise DumpError(f"{what} is not valid JSON ({reason}); {_DAMAGED}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -211,12 +230,12 @@ def _constant(text: str) -> float:
 
 def _manifest(raw: bytes, folder: Path) -> dict[str, Any]:
     """The manifest with every entry that the reader uses checked for its kind."""
-    data: dict[str, Any] = _json(raw, MANIFEST)
+    data: dict[str, Any] = _json(raw, f"{MANIFEST} of {str(folder)!r}")
     found = data.get("schema") if isinstance(data, dict) else None
     if found != schema.SCHEMA:
         raise DumpError(
             f"{str(folder)!r} is not a dump that this version reads: expected schema "
-            f"{schema.SCHEMA!r}, found {str(found)[:80]!r}."
+            f"{schema.SCHEMA!r}, found {str(found)[:80]!r}; {_written_by(data)}"
         )
     for name, kind in _TYPES.items():
         if type(data.get(name)) is not kind:

@@ -1,7 +1,8 @@
 """Servers that a test starts: was each of them guarded, and if not, why?
 
 A server that does not load our plugin leaves no trace of it, so starts are noted here: commands by
-Python's audit event, schedulers of an engine in this process by `multiprocessing`.
+Python's audit events, schedulers of an engine in this process by `multiprocessing`. What a forked
+child executes (`os.spawnv`) is audited in that child only and is not seen.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,14 @@ from ddtree_guard.evidence import Process
 from ddtree_guard.render import plain
 
 GROUP = "sglang.srt.plugins"
+_STARTS = frozenset(("subprocess.Popen", "os.posix_spawn", "os.system"))
+_SHELL = "/bin/sh -c "
+# programs that name a server without starting it; `pkill -f sglang.launch_server` is common
+_TOOLS = frozenset((
+    "cat", "curl", "echo", "egrep", "fuser", "grep", "head", "kill", "killall", "less", "ls",
+    "lsof", "pgrep", "pidof", "pkill", "printf", "ps", "rg", "tail", "test", "which",
+))  # fmt: skip
+_BEFORE = frozenset(("env", "exec", "nohup", "setsid", "sudo", "time"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,8 @@ class Start:
         """Whether it still runs."""
         if self.process is not None:
             return self.process.is_alive()
-        return any(command == self.command for command in _commands())
+        inner = self.command.removeprefix(_SHELL).rstrip("& ")
+        return any(command in (self.command, inner) for command in _commands())
 
 
 class Servers:
@@ -80,23 +91,35 @@ class Servers:
 
     @staticmethod
     def _audit(event: str, args: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and Servers._active is not None:
-            words = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
-            if is_server(words):
-                Servers._active._note(" ".join(map(_text, words)), args[3])
+        if event not in _STARTS or Servers._active is None:
+            return
+        env: Mapping[Any, Any] | None = None
+        if event == "os.system":
+            words: Sequence[Any] = [*_SHELL.split(), args[0]]
+        elif event == "os.posix_spawn":
+            if sys._getframe(1).f_globals.get("__name__") == "subprocess":
+                return  # Popen at work, which has been audited
+            words, env = args[1:3]
+        else:
+            words, env = args[1], args[3]
+            words = words if isinstance(words, (list, tuple)) else [words]
+        if is_server(words):
+            Servers._active._note(" ".join(map(_text, words)), env)
 
     def _note(
         self, command: str, env: Mapping[Any, Any] | None, process: BaseProcess | None = None
     ) -> None:
-        self._new.append(Start(command, self._why(env), process))
+        try:
+            why = self._why(env)
+        except Exception as error:  # it would come out of the test's own call
+            why = f"its environment cannot be read ({type(error).__name__}: {error})"
+        self._new.append(Start(command, why, process))
 
     def _why(self, env: Mapping[Any, Any] | None) -> str:
         """What in the environment keeps the guard away."""
 
         def value(name: str) -> str:
-            if env is None:
-                return setting(name)
-            return _text(env.get(name) or env.get(name.encode()) or "").strip()
+            return setting(name) if env is None else _text(_look(env, name)).strip()
 
         boot = importlib.import_module("ddtree_guard.hooks.boot")
         mode, folder = value(PREFIX).lower(), value(f"{PREFIX}_DUMP_DIR")
@@ -125,12 +148,28 @@ class Servers:
 def is_server(words: Sequence[Any]) -> bool:
     """Whether a command starts an SGLang server."""
     texts = [_text(word) for word in words]
-    if len(texts) > 2 and texts[1] == "-c" and "sglang" in texts[2]:  # a shell's command
-        texts = texts[2].split()
+    if len(texts) > 2 and re.fullmatch(r"-[a-z]*c", texts[1]) and texts[0].endswith("sh"):
+        return any(_starts(part.split()) for part in re.split(r"[;&|()\n]+", texts[2]))
+    return _starts(texts)
+
+
+def _starts(texts: Sequence[str]) -> bool:
+    """Whether a command without a shell's operators starts a server."""
+    names = (Path(t).name for t in texts if "=" not in t)
+    if next((name for name in names if name not in _BEFORE), "") in _TOOLS:
+        return False
     serves = any(Path(t).name == "sglang" for t in texts) and "serve" in texts
     return serves or any(
-        "sglang.launch_server" in t or t.endswith("launch_server.py") for t in texts
+        "sglang.launch_server" in t or t.strip("'\"").endswith("launch_server.py") for t in texts
     )
+
+
+def _look(env: Mapping[Any, Any], name: str) -> Any:
+    """A variable of an environment whose names are text or bytes; this process's refuses bytes."""
+    for key in (name, name.encode()):
+        with contextlib.suppress(KeyError, TypeError):
+            return env[key]
+    return ""
 
 
 def _text(word: Any) -> str:

@@ -63,6 +63,7 @@ class Summary:
         if case is not None:
             if "steps_checked" in test:
                 self.attempts.append(dict(test))
+                test.pop("late", None)
             test.update(case)
         if report.when == "call" or (report.when == "setup" and not report.passed):
             test["outcome"] = str(report.outcome)
@@ -108,7 +109,21 @@ class Summary:
 
     def failure(self) -> str:
         """Why the session fails as a whole; empty if it does not."""
-        return "\n\n".join([*self.rest, *filter(None, [self._no_step()])])
+        return "\n\n".join([*self.rest, *self._runs_again(), *filter(None, [self._no_step()])])
+
+    def _runs_again(self) -> list[str]:
+        """A broken rule is no flake: what passes when it is run again had one all the same."""
+        broken: dict[str, list[str]] = {}
+        for run in self.attempts:
+            found = [*run["findings"], *run.get("late", [])]
+            rules = [f["rule"] for f in found if not f["expected"]]
+            if rules and self.tests[run["test"]]["outcome"] not in ("failed", "error"):
+                broken.setdefault(run["test"], []).extend(rules)
+        return [
+            f"{test} passed when it was run again, but an earlier run had findings: "
+            f"{', '.join(dict.fromkeys(rules))}; a broken rule is no flake"
+            for test, rules in broken.items()
+        ]
 
     def _no_step(self) -> str:
         guarded = [r for r in self.runs if r["mode"] != "off" and r["outcome"] in _RAN]
@@ -130,7 +145,7 @@ class Summary:
         """The terminal summary."""
         terminal.section("ddtree_guard")
         for text in self.lines():
-            bad = text.startswith(("findings:", NO_STEP, "NOT GUARDED"))
+            bad = text.startswith(("findings:", NO_STEP, "NOT GUARDED")) or text == self.failure()
             terminal.write_line(text, red=bad and not text.startswith("findings: none"))
 
     def lines(self) -> list[str]:

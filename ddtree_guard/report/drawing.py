@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from ddtree_guard.fold import fold
 from ddtree_guard.render import plain
 from ddtree_guard.step import Step
 
-WIDTH, LEAST = 100, 60
+WIDTH = 100
+_NODE = 40  # columns for a node of a tree: its row, its token, as a hash of 19 digits, and marks
 _MARGIN = 10  # "expected  "
 
 # Heat map states, least to most alarming: pooling several cells into one keeps the worst.
@@ -53,7 +55,7 @@ def ruler(
         _row("expected", _bar(marks[0], ["━" * span] * (high - low), span)),
         _row("actual", _bar(marks[1], shades, span)),
         _row("", _labels(used, marks[1], span)),
-        *(_row("", text) for text in _misread(unit, own, used, low)),
+        *(fold(_row("", text), width) for text in _misread(unit, own, used, low)),
     ]
 
 
@@ -231,8 +233,11 @@ def _rid(step: Step, request: int) -> str:
     return f" (rid {plain(rid)})" if rid else ""
 
 
-def tree(step: Step, request: int, limit: int = 80) -> list[str]:
-    """The request's tree, one node a line; `*` marks the accepted path."""
+def tree(step: Step, request: int, limit: int = 80, width: int = WIDTH) -> list[str]:
+    """The request's tree, one node a line; `*` marks the accepted path.
+
+    Deep branches of a chain leave out the beginning of their indentation: its depth stands there.
+    """
     parents, tokens = step.tree.parents, step.tree.tokens
     if parents is None or parents.shape != (step.bs, step.w):
         return [f"tree of request {request}: not in this step"]
@@ -248,7 +253,9 @@ def tree(step: Step, request: int, limit: int = 80) -> list[str]:
     while stack and len(lines) < limit:
         node, before, branch = stack.pop()
         token = f" token {tokens[request][node]}" if _fits(tokens, parents) else ""
-        lines.append(f"{before}{branch}{node}{token}{'  *' if node in accepted else ''}")
+        deep = len(before) > width - _NODE
+        shown = f"{len(before) // 3 + 1:<4}…  " if deep else before
+        lines.append(f"{shown}{branch}{node}{token}{'  *' if node in accepted else ''}")
         inner = before + {"├─ ": "│  ", "└─ ": "   "}.get(branch, "")
         below = children.get(node, [])
         stack += [(kid, inner, "└─ " if kid is below[-1] else "├─ ") for kid in reversed(below)]

@@ -6,6 +6,7 @@ the page's own policy forbids scripts and requests besides.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -19,7 +20,7 @@ from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import UsageError
 from ddtree_guard.guard import Guard, Report, find_rule
 from ddtree_guard.report import rows, svg
-from ddtree_guard.report.svg import Moment, text
+from ddtree_guard.report.svg import Moment, prose, text
 from ddtree_guard.rule import Finding, Scope
 from ddtree_guard.step import Step
 
@@ -108,12 +109,18 @@ def page(told: Story) -> str:
         where=text(
             f"{who.rank}, step {who.step_id} (index {told.at} of {len(told.dump)}), "
             f"{who.algorithm} on {who.backend} ({who.backend_kind}, {who.path}), "
-            f"SGLang {who.release or 'unknown'}, {told.dump.manifest['created']}"
+            f"SGLang {who.release or 'unknown'}, {_when(told.dump.manifest['created'])}"
         ),
         headline=text(sentence(told)),
         summary=text(_trigger(told.dump)),
         sections="\n".join(part for part in parts if part),
     )
+
+
+def _when(created: str) -> str:
+    """The time of a manifest as people write it; as it stands where it is none."""
+    found = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d+)?\+00:00", created)
+    return f"{found[1]} {found[2]} UTC" if found else created
 
 
 def sentence(told: Story) -> str:
@@ -166,7 +173,7 @@ def _verdict(told: Story) -> str:
         against,
         f"<p><code>{text(first.equation)}</code><br><code>{text(symbols)}</code></p>",
         f"<p>{text(where)} {left[first.tokens_left]}</p>",
-        f"<h2>Likely cause</h2><p>{text(cause)} "
+        f"<h2>Likely cause</h2><p>{prose(cause)} "
         f'<span class="soft">({text(first.confidence)})</span></p>',
         _hint(first),
         "<h2>What to do next</h2>",
@@ -182,10 +189,13 @@ def _hint(finding: Finding) -> str:
         rule = find_rule(finding.rule)
     except UsageError:  # a rule of another version
         return ""
-    page, cures = page_sections(rule), "".join(f"<li>{text(cure)}</li>" for cure in advice(rule)[1])
+    page, cures = (
+        page_sections(rule),
+        "".join(f"<li>{prose(cure)}</li>" for cure in advice(rule)[1]),
+    )
     known = [f"{name}: {page[name]}" for name in ("Usual cause", "Seen in") if page.get(name)]
-    items = "".join(f"<li>{text(line)}</li>" for line in known)
-    faults = f"<h2>Known faults of this kind</h2><ul>{items}</ul><p></p>" if items else ""
+    items = "".join(f"<li>{prose(line)}</li>" for line in known)
+    faults = f"<h2>Known faults of this kind</h2><ul>{items}</ul>" if items else ""
     return f"{faults}<h2>What cures it</h2><ol>{cures}</ol>"
 
 
@@ -257,7 +267,8 @@ def _environment(told: Story) -> str:
         **{f"at start {n + 1}": line for n, line in enumerate(told.dump.doctor)},
     }
     body = "".join(
-        f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in listed.items()
+        f"<tr><th>{text(name)}</th><td>{text(value if value not in ('', []) else '-')}</td></tr>"
+        for name, value in listed.items()
     )
     return f'<table class="wrap">{body}</table>'
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddtree_guard import render
+from ddtree_guard.fold import say
 from ddtree_guard.report import drawing, terminal
 from ddtree_guard.step import Step
 
@@ -34,17 +35,16 @@ def tell(results: Sequence[Result], draft: int, dump: Path, checked: Recheck, go
         _evidence(out, fault)
     _remedy(out, results, draft)
     out.print("THE DUMP", style="bold")
-    out.print(f"  {dump}", markup=False, soft_wrap=True)
+    say(f"  {dump}")
     what = (
         "no torch, triton or sglang imported"
         if not checked.loaded
         else "IMPORTED " + ", ".join(checked.loaded)
     )
-    out.print(f"  ddtree-guard check: exit {checked.exit_code}, {what}", markup=False)
-    out.print(f"  {render.plain(checked.last_line)}", markup=False, soft_wrap=True)
+    say(f"  ddtree-guard check: exit {checked.exit_code}, {what}")
+    say(f"  {render.plain(checked.summary)}")
     path = shlex.quote(str(dump))
-    out.print(f"  next: ddtree-guard show {path}", markup=False, soft_wrap=True)
-    out.print("        ddtree-guard explain W3\n", markup=False)
+    say(f"  next: ddtree-guard show {path}\n        ddtree-guard explain W3\n", hang=6)
     odd = [r.experiment.name for r in results if not r.as_expected]
     verdict = "Everything came out as the incident says it must."
     if not good:
@@ -106,10 +106,10 @@ def _evidence(out: Console, fault: Result) -> None:
     step, telling = fault.step, fault.telling
     assert telling is not None
     out.print("WHAT THE GUARD SAYS, before the kernel runs", style="bold")
-    out.print(render.block(telling, step), markup=False, soft_wrap=True)
+    say(render.block(telling, step))
     for finding in fault.findings:
         if finding is not telling:
-            out.print(f"also {render.headline(finding)}", markup=False, soft_wrap=True)
+            say(f"also {render.headline(finding)}")
     out.print()
     request = step.bs - 1
     out.print(terminal.ruler(step, request, out.width))
@@ -121,11 +121,9 @@ def _remedy(out: Console, results: Sequence[Result], draft: int) -> None:
     fixed = [r for r in results if r.experiment.backend == "corrected"]
     wrong, rows = sum(r.wrong_rows for r in fixed), sum(r.rows for r in fixed)
     out.print("THE FIX", style="bold")
-    out.print(
+    say(
         "  the corrected backend: rows per request = budget + 1 on the target, block size on the "
         "draft\n"
         f"  {wrong} of {rows} rows wrong; the draft runner's backend keeps {draft}\n"
-        "  serve with SGLANG_DDTREE_GUARD_BACKEND=auto: corrected exactly where stock is wrong\n",
-        markup=False,
-        soft_wrap=True,
+        "  serve with SGLANG_DDTREE_GUARD_BACKEND=auto: corrected exactly where stock is wrong\n"
     )

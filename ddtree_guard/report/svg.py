@@ -6,6 +6,7 @@ colour also has a pattern, a sign or a word.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -29,6 +30,12 @@ MAX_CELLS = 128  # a side of the mask picture
 def text(value: object) -> str:
     """A value from a dump as harmless HTML."""
     return escape(plain(str(value)), quote=True)
+
+
+def prose(value: object) -> str:
+    """A sentence as harmless HTML: what stands in backticks as code, long names may break."""
+    words = re.sub(r"\S{24,}", lambda found: re.sub(r"(?<=[_=/])", "<wbr>", found[0]), text(value))
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", words)
 
 
 def _svg(width: float, height: float, body: Iterable[str], label: str, style: str = "") -> str:
@@ -211,7 +218,10 @@ def tree(step: Step, request: int) -> str:
 
 
 def _places(parents: Sequence[int], size: int) -> list[_Place]:
-    """Leaves side by side, a parent above the middle of its children; depth goes down."""
+    """Leaves side by side, a parent above the middle of its children; depth goes down.
+
+    In a tree that has to be scrolled, above its first child: the root is then in sight.
+    """
     depth, children = [0] * size, [[] for _ in range(size)]  # type: ignore[var-annotated]
     for node in range(1, size):
         parent = parents[node]
@@ -231,7 +241,8 @@ def _places(parents: Sequence[int], size: int) -> list[_Place]:
             x[node], free = float(free), free + 1
     for node in range(size - 1, -1, -1):
         if children[node]:
-            x[node] = (x[children[node][0]] + x[children[node][-1]]) / 2
+            first, last = children[node][0], children[node][-1]
+            x[node] = (x[first] + x[last]) / 2 if free * 28 <= WIDE else x[first]
     return [_Place(18 + x[n] * 28, 18 + depth[n] * 40) for n in range(size)]
 
 
@@ -288,7 +299,8 @@ def _flags(moments: Sequence[Moment], left: float, gap: float) -> list[str]:
         body.append(f'<path class="wrong-line" d="M{x} 14v206"/>')
         if x >= free:
             anchor = "start" if x < 60 else "end" if x > WIDE - 60 else "middle"
-            words = text(" ".join(moment.rules[:3]))
+            more = [f"+{len(moment.rules) - 3}"] if len(moment.rules) > 3 else []
+            words = text(" ".join([*moment.rules[:3], *more]))
             body.append(f'<text class="flag" x="{x}" y="11" text-anchor="{anchor}">{words}</text>')
             free = x + 90
     return body
@@ -305,7 +317,7 @@ def _lane(name: str, values: list[float | None], top: float, left: float, gap: f
         if value is None:
             pen = "M"
             continue
-        y = top + 56 - (value - low) / spread * 34 if high > low else top + 40
+        y = top + 56 - (value - low) / spread * 28 if high > low else top + 40
         parts.append(f"{pen}{left + at * gap:.1f} {y:.1f}")
         pen = "L"
     if len(known) == 1:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ddtree_guard.fold import WIDTH, columns, fold
 from ddtree_guard.render import plain
 from ddtree_guard.report import drawing
 from ddtree_guard.report.rows import COLUMNS, request_rows
@@ -26,17 +27,15 @@ _RULER_STYLES = {"━": "green", "░": "bold red", "┃": "bold"}
 
 
 def console(file: TextIO | None = None) -> Console:
-    """A console of 60 to 100 columns; 100 when the output is not a terminal.
+    """A console of 60 to 100 columns: COLUMNS, those of the terminal, or 100 where there is none.
 
     With NO_COLOR nothing is sent but text: no bold and no dim either.
     """
     from rich.console import Console
 
     file = file or sys.stdout
-    found = Console(file=file)
-    width = min(found.width, drawing.WIDTH) if found.is_terminal else drawing.WIDTH
-    width = max(width, drawing.LEAST)
-    if found.no_color:
+    width = min(columns(), WIDTH)
+    if Console(file=file).no_color:
         return Console(file=file, highlight=False, width=width, color_system=None)
     return Console(file=file, highlight=False, width=width)
 
@@ -47,7 +46,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], title: str = ""
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    grid = Table(
+        title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
     for name in head:
         grid.add_column(name, overflow="fold")
     for row in rows:
@@ -58,10 +60,20 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], title: str = ""
     return grid
 
 
-def requests_table(step: Step) -> Table:
-    """One row per live request: lengths, tree, acceptance, and what its offsets should be."""
-    listed = [[row[key] for key in COLUMNS] for row in request_rows(step)]
-    return table(list(COLUMNS), listed, title="requests (right value -> value in this step)")
+def requests_table(step: Step, width: int = WIDTH) -> Any:
+    """One row per live request: lengths, tree, acceptance, and what its offsets should be.
+
+    Where `width` has no room for a row, a sentence each: an id is not broken.
+    """
+    from rich.text import Text
+
+    title = "requests (right value -> value in this step)"
+    listed = [[plain(str(row[key])) for key in COLUMNS] for row in request_rows(step)]
+    sizes = [max(map(len, column)) for column in zip(COLUMNS, *listed, strict=True)]
+    if sum(sizes) + 2 * len(sizes) <= width:
+        return table(list(COLUMNS), listed, title=title)
+    told = [", ".join(map(" ".join, zip(COLUMNS, row, strict=True))) for row in listed]
+    return Text("\n".join([title, *(fold(text, width, hang=4) for text in told), ""]))
 
 
 def heatmap(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
@@ -70,8 +82,13 @@ def heatmap(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
 
     head, *lines = drawing.heatmap(step, request, width)
     body = [_coloured(line, _GLYPH_STYLES, skip=10) for line in lines]
-    legend = textwrap.wrap(drawing.LEGEND, width) if lines else []
-    return _join([_bold(head), *body, *(Text(part) for part in legend)])
+    return _join([_bold(head), *body, *(Text(part) for part in _legend(width) if lines)])
+
+
+def _legend(width: int) -> list[str]:
+    """The legend, broken between its entries only."""
+    entries = [entry.replace(" ", "\0") for entry in drawing.LEGEND.split("  ")]
+    return [x.replace("\0", " ") for x in textwrap.wrap("  ".join(entries), width)]
 
 
 def ruler(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
@@ -80,11 +97,11 @@ def ruler(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
     return _join([_coloured(line, _RULER_STYLES, skip=10) for line in lines])
 
 
-def tree(step: Step, request: int) -> Any:
+def tree(step: Step, request: int, width: int = drawing.WIDTH) -> Any:
     """The tree of a request, the accepted path in green."""
     from rich.text import Text
 
-    head, *lines = drawing.tree(step, request)
+    head, *lines = drawing.tree(step, request, width=width)
     styled = [Text(line, style="green" if line.endswith("*") else "") for line in lines]
     return _join([_bold(head), *styled])
 

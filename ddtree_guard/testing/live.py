@@ -18,19 +18,23 @@ from ddtree_guard.testing.plant import plant
 
 def plant_at(guard: Any, plan: dict[str, Any]) -> None:
     """Plant the fault of `plan["rule"]` once, in the first step from `plan["from"]` on that can
-    hold it, on its last request of two or more. Fills `at`, `rid` and `changed`, or `error`.
+    hold it, on its last request of two or more; with `plan["always"]` in all of them. Fills `at`,
+    `rid` and `changed` of the first, or `error`.
     """
-    site = find_rule(plan["rule"]).site
+    site, first = find_rule(plan["rule"]).site, plan["from"]
+    plan["from"] = 1 << 62  # not yet: a step may be running, and past the place of the change
     if site is Site.VERIFY:
         _before(guard.checker, "walked", _walk, plan)
     elif site is Site.COMMIT:
         _lengths(guard, plan)
     else:
         _before(guard.checker, "build", _launch, plan)
+    plan["from"] = max(first, guard.begun + 1)
 
 
 def _due(plan: dict[str, Any], record: Any, view: Any) -> bool:
-    due: bool = plan["at"] is None and record.step_id >= plan["from"] and view.bs >= 2
+    open_: bool = plan["at"] is None or bool(plan.get("always"))
+    due = open_ and record.step_id >= plan["from"] and view.bs >= 2
     return due and (plan["rule"] not in ("G4", "G5") or view.bs < len(view.batch.req_pool_indices))
 
 
@@ -41,8 +45,9 @@ def _before(owner: Any, name: str, change: Any, plan: dict[str, Any]) -> None:
         view = rest[0] if rest else record.view
         if _due(plan, record, view):
             try:
-                plan["changed"] = change(plan["rule"], record, view)
-                plan["at"], plan["rid"] = record.step_id, view.rids[-1]
+                changed = change(plan["rule"], record, view)
+                if plan["at"] is None:
+                    plan.update(at=record.step_id, rid=view.rids[-1], changed=changed)
             except Exception as error:  # a fault of the plan is none of the guard's
                 plan["error"] = f"{type(error).__name__}: {error}"
         method(record, *rest)
@@ -79,7 +84,8 @@ def _lengths(guard: Any, plan: dict[str, Any]) -> None:
         req = record.reqs[-1]
         held = req if hasattr(req, "kv_committed_len") else req.kv
         held.kv_committed_len += 1
-        plan["at"], plan["rid"], plan["changed"] = record.step_id, record.rids[-1], ("delta_kv",)
+        if plan["at"] is None:
+            plan.update(at=record.step_id, rid=record.rids[-1], changed=("delta_kv",))
         try:
             commit(record, tokens)
         finally:

@@ -38,6 +38,21 @@ def watch(target: Path) -> None:
         time.sleep(PERIOD_S)
 
 
+def plant_next(guard: Any, rule: str, stays: bool = False) -> None:
+    """Plant the rule's fault in the next launch that a guard judges, or in all that follow."""
+    from ddtree_guard.testing.plant import plant
+
+    build = guard.checker.build
+
+    def planted(record: Any, view: Any) -> None:
+        plant(rule, view)
+        if not stays:
+            guard.checker.build = build
+        build(record, view)
+
+    guard.checker.build = planted
+
+
 def planter(guard: Any, target: Path) -> None:
     """Before the guard's own part of the build site: plant what the file asks for."""
     from ddtree_guard.testing.plant import plant

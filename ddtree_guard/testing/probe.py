@@ -5,8 +5,10 @@ or a benchmark puts one on the path; it is no part of an installed guard. It rea
 
     DDTREE_GUARD_PROBE=FILE          where the scheduler's counters are written, twice a second;
                                      without a guard only the GPU memory that it holds
+    DDTREE_GUARD_PROBE_ASKED=on      ... and only while there is no FILE: delete it to ask
     DDTREE_GUARD_PROBE_PLANT=W3@50   the fault of W3 in the first verify step from the 50th on that
-                                     can hold it: bs >= 2, on the last request
+                                     can hold it: bs >= 2, on the last request; W3@50+ in all
+                                     steps from then on
 
 Further faults: each line added to the file that is named like FILE, ending in .plant, is a rule,
 planted at once.
@@ -38,17 +40,22 @@ def load() -> None:
 def _run() -> None:
     target = Path(setting("DDTREE_GUARD_PROBE"))
     rule, _, step = setting("DDTREE_GUARD_PROBE_PLANT").partition("@")
-    first = [(rule, int(step or 1))] if rule else []
+    always = step.endswith("+")
+    first = [(rule, int(step.rstrip("+") or 1))] if rule else []
     plans: list[dict[str, Any]] = []
+    asked = bool(setting("DDTREE_GUARD_PROBE_ASKED"))
     while True:
         time.sleep(PERIOD_S)
+        if asked and target.exists():
+            continue
         if not arm.GUARDS:
             if gpu_bytes():  # a scheduler without a guard
-                _write(target, {"gpu_bytes": gpu_bytes()})
+                _write(target, {"gpu_bytes": gpu_bytes(), "gpu_allocated": gpu_allocated()})
             continue
         guard = arm.GUARDS[-1]
         for rule, step_id in [*first, *((name, 1) for name in _asked(target))][len(plans) :]:
             plans.append({"rule": rule, "from": step_id, "at": None})
+            plans[-1] |= {"always": True} if always and len(plans) == 1 else {}
             plant_at(guard, plans[-1])
         _write(target, {**counters(guard), "planted": plans[0] if plans else None, "plants": plans})
 
@@ -79,6 +86,7 @@ def counters(guard: Any) -> dict[str, Any]:
         "pinned_bytes": pinned_bytes(guard),
         "recorder": recorder(guard.flight.recorder),
         "gpu_bytes": gpu_bytes(),
+        "gpu_allocated": gpu_allocated(),
     }
 
 
@@ -100,11 +108,18 @@ def gpu_bytes() -> int:
     return int(torch.cuda.memory_reserved())
 
 
+def gpu_allocated() -> int:
+    """GPU memory of the tensors that this process holds; 0 without a GPU."""
+    return int(sys.modules["torch"].cuda.memory_allocated()) if gpu_bytes() else 0
+
+
 def pinned_bytes(guard: Any) -> int:
-    """Host memory that the checker has pinned."""
+    """Host memory that is pinned: verdicts, and the copies of the shadow and of the recorder."""
     graphs = getattr(guard.checker, "graphs", None)
-    ring = [] if graphs is None else graphs.check._ring
-    return sum(int(rows.numel() * rows.element_size()) for rows in ring)
+    held = [] if graphs is None else [*graphs.check._ring]
+    held.append(getattr(getattr(guard.shadow, "_check", None), "_host", None))
+    held.append(getattr(getattr(guard.flight.recorder.ring, "fetch", None), "_host", None))
+    return sum(int(part.numel() * part.element_size()) for part in held if part is not None)
 
 
 def _write(target: Path, value: dict[str, Any]) -> None:

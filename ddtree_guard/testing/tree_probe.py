@@ -6,6 +6,7 @@ it is no part of an installed guard. It reads
     DDTREE_LIVE=FILE        where counters and, per step, chain and tree lengths are written
     DDTREE_LIVE_TIME=on     time the target's forwards
     DDTREE_LIVE_PLANT=on    plant the fault of every rule that is active, one after another
+    DDTREE_LIVE_PLANT=X1,X4 plant these only
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ddtree_guard.rule import Site
 from ddtree_guard.step import Step
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.plant import LIVE, TABLE, write
+from ddtree_guard.testing.plant_results import Results, is_measured, measured
 from ddtree_guard.testing.probe import PERIOD_S, counters
 
 MOST = 20_000  # steps whose lengths are kept
@@ -82,11 +84,14 @@ def watch(worker: Any, guard: Any) -> None:
         if isinstance(getattr(worker, "observers", None), list):
             parts.append(Meter())
             worker.observers.append(parts[-1])
-    if guard is not None and setting("DDTREE_LIVE_PLANT"):
-        parts.append(Planter(guard, arm.active_rules(guard)))
+    if guard is not None and guard.digests is not None:
+        parts.append(Comparisons(guard.digests))
+    if guard is not None and (asked := setting("DDTREE_LIVE_PLANT")):
+        rules = [*arm.active_rules(guard), *measured(guard)]
+        parts.append(Planter(guard, rules if asked == "on" else asked.split(",")))
     if setting("DDTREE_LIVE_TIME"):
         parts.append(Stopwatch(getattr(worker, "target_worker", None) or worker))
-    target = Path(setting("DDTREE_LIVE"))
+    target = file_of(Path(setting("DDTREE_LIVE")), guard)
 
     def run() -> None:
         while True:
@@ -99,6 +104,30 @@ def watch(worker: Any, guard: Any) -> None:
             spare.replace(target)
 
     threading.Thread(target=run, name="ddtree-live", daemon=True).start()
+
+
+def file_of(target: Path, guard: Any) -> Path:
+    """One file per rank: the first one's is `target`."""
+    rank = getattr(guard, "rank", "TP0")
+    return target if rank == "TP0" else target.with_suffix(f".{rank}{target.suffix}")
+
+
+class Comparisons:
+    """Counts the steps whose digests all ranks have given."""
+
+    def __init__(self, digests: Any) -> None:
+        self.count, exchange = 0, digests.exchange
+
+        def counted(step: Step) -> list[Step]:
+            known: list[Step] = exchange(step)
+            self.count += len(known)
+            return known
+
+        digests.exchange = counted
+
+    def values(self) -> dict[str, Any]:
+        """How many so far."""
+        return {"ranks_compared": self.count}
 
 
 class Stopwatch:
@@ -165,8 +194,9 @@ class Planter:
 
     How a fault gets in is kept beside it: `tensors` (what attention, or the check inside the graph,
     reads), `walk` (the acceptance that the worker reports), `commit` (lengths that the scheduler
-    keeps), `record` (a value of the host, put into the Step that the guard reads), or `start` (a
-    configuration that the guard judges before it serves).
+    keeps), `record` (a value of the host, put into the Step that the guard reads), `result` (what
+    the guard measures, see plant_results), or `start` (a configuration that the guard judges before
+    it serves).
     """
 
     def __init__(self, guard: Any, rules: list[str]) -> None:
@@ -177,6 +207,7 @@ class Planter:
         self.todo, self.rows = known, dict[str, dict[str, Any]]()
         self._next, self._walk, self._undo = 0, "", list[Callable[[], None]]()
         self.active, self._undo_build = list(rules), list[Callable[[], None]]()
+        self.results = Results(guard, self.rows)
         self._wrap()
 
     def values(self) -> dict[str, Any]:
@@ -216,7 +247,7 @@ class Planter:
         self.guard._apply, self.guard.commit = applied, committed
 
     def _before_build(self, record: Record, view: View) -> None:
-        due = [rule for rule in self.todo if _due(rule, record, view)]
+        due = [r for r in self.todo if _due(r, record, view) and self.results.due(r)]
         if not due or view.bs < 2 or record.step_id < self._next:
             return
         rule = due[0]
@@ -237,7 +268,11 @@ class Planter:
     ) -> None:
         if find_rule(rule).site is Site.INIT:
             row |= {"how": "start", "at": 0}
-            self.guard.judge(FAULTS[rule](step, step.bs - 1).step)
+            whole = arm.configuration_of(self.guard)  # with the draft's widths
+            self.guard.judge(FAULTS[rule](whole or step, step.bs - 1).step)
+            return
+        if is_measured(rule):
+            row["how"] = "result"
             return
         if find_rule(rule).family in "AL":
             row["how"], self._walk = ("commit", "") if rule == "A4" else ("walk", rule)

@@ -9,13 +9,14 @@ import pytest
 
 from ddtree_guard.attention.backend import (
     VerifyBytes,
+    graph_mask,
     needs_correction,
     require_fit,
     tree_width,
     verify_buffer_bytes,
 )
 from ddtree_guard.errors import IncompatibleError
-from ddtree_guard.hooks.facts import GENERATIONS
+from ddtree_guard.hooks.facts import GENERATIONS, facts_of
 
 
 def _runner(draft: bool = False, context: int = 4096, **args: Any) -> Any:
@@ -70,10 +71,20 @@ def test_narrow_trees_need_correction_only_where_the_batch_is_ignored() -> None:
     assert [needs_correction(narrow, facts) for facts in GENERATIONS] == [True, True, False, False]
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_worker_that_runs_ahead_needs_room_beyond_the_context(graphs: bool) -> None:
+    args = {
+        "speculative_num_draft_tokens": 17, "speculative_ddtree_varies": True,
+        "disable_cuda_graph": not graphs,
+    }  # fmt: skip
+    follows = [facts for facts in GENERATIONS if facts.follows_batch]
+    assert [needs_correction(_runner(**args), facts) for facts in follows] == [graphs] * 2
+
+
 def test_memory_of_a_large_deployment() -> None:
     """At 48 x 257 x 32k stock would spend 3.2 GB on KV indices and 1.6 GB on logits more."""
     need = verify_buffer_bytes(48, 257, 32768, heads=32, head_dim=128)
-    assert need.mask == 48 * 257 * (32768 + 257)
+    assert need.mask == 48 * 257 * (32768 + 2 * 257)
     rows = 48 * 257
     assert rows * 32768 * 8 - need.kv_indices == pytest.approx(3.22e9, rel=0.01)
     assert rows * 32 * 8 * 129 * 4 - need.attn_logits == pytest.approx(1.62e9, rel=0.01)
@@ -110,7 +121,7 @@ def test_rows_are_sized_by_the_runner_and_by_the_tree() -> None:
         backend.init_cuda_graph_state(4, given)
         assert backend.cuda_graph_num_kv_splits.shape == (rows,)
         assert (backend.cuda_graph_num_kv_splits == backend.max_kv_splits).all()
-        assert backend.cuda_graph_kv_indices.shape == (4 * 64,)
+        assert backend.cuda_graph_kv_indices.shape == (6 * 64,)
 
 
 @pytest.mark.sglang
@@ -131,7 +142,8 @@ def test_a_class_with_an_unknown_buffer_gets_stocks_own_sizes(
     backend = build_backend(VerifyCase(context=64), "corrected")
     backend.init_cuda_graph_state(4, 4 * 8)
     assert backend.cuda_graph_of_a_later_release.shape == (4 * 17,)
-    assert backend.cuda_graph_custom_mask.shape == (4 * 17 * (64 + 17),)
+    mask = graph_mask(backend, facts_of(TritonAttnBackend))
+    assert mask.shape == (4 * 17 * (64 + 2 * 17),)
 
 
 @pytest.mark.sglang

@@ -12,11 +12,17 @@ from ddtree_guard.guard import Guard
 pytestmark = pytest.mark.sglang
 
 
-def _full(block: int) -> Any:
+def _full(block: int, beyond: int = 0) -> Any:
     from ddtree_guard.testing.standins import VerifyCase
 
     return VerifyCase(
-        lens=(40, 40), budget=16, block=block, context=40, padded_bs=2, heads=2, head_dim=16
+        lens=(40 + beyond, 40 + beyond),
+        budget=16,
+        block=block,
+        context=40,
+        padded_bs=2,
+        heads=2,
+        head_dim=16,
     )
 
 
@@ -36,6 +42,17 @@ def test_corrected_holds_full_context_and_full_batch(block: int, choice: str) ->
     run = run_verify(build_backend(_full(block), choice), _full(block), "graph")
     assert run.right
     assert Guard().check(run.step).findings == ()
+
+
+def test_corrected_holds_a_step_that_runs_ahead_of_the_context_limit() -> None:
+    """SGLang starts a step before it knows that the one before ended the request."""
+    from ddtree_guard.testing.standins import build_backend, run_verify
+
+    case = _full(8, beyond=4)
+    backend = build_backend(case, "corrected")
+    run = run_verify(backend, case, "graph")
+    assert run.right
+    assert backend.cuda_graph_kv_indices.numel() >= sum(case.lens)
 
 
 def _short_after_long(choice: str) -> Any:
@@ -80,15 +97,17 @@ def test_stock_leaves_stale_cells_to_padded_lanes() -> None:
 
 
 def test_captured_buffers_are_what_was_announced() -> None:
-    from ddtree_guard.attention.backend import verify_buffer_bytes
+    from ddtree_guard.attention.backend import graph_mask, verify_buffer_bytes
+    from ddtree_guard.hooks.facts import facts_of
     from ddtree_guard.testing.standins import VerifyCase, build_backend, run_verify
 
     case = VerifyCase(budget=16, context=64, padded_bs=4, head_dim=16)
     backend = build_backend(case, "corrected")
     run_verify(backend, case, "graph")
     need = verify_buffer_bytes(4, 17, 64, heads=4, head_dim=16, kv_splits=8)
-    assert backend.cuda_graph_custom_mask.nbytes == need.mask == 4 * 17 * (64 + 17)
-    assert backend.cuda_graph_kv_indices.nbytes == need.kv_indices == 4 * 64 * 8
+    mask = graph_mask(backend, facts_of(type(backend)))
+    assert mask.nbytes == need.mask == 4 * 17 * (64 + 2 * 17)
+    assert backend.cuda_graph_kv_indices.nbytes == need.kv_indices == 6 * 64 * 8  # 4 * (64 + 17)
     logits = backend.cuda_graph_attn_logits.nbytes + backend.cuda_graph_attn_lse.nbytes
     assert logits == need.attn_logits
     assert backend.cuda_graph_num_kv_splits.nbytes == need.rows == 4 * 17 * 4

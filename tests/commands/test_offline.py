@@ -28,7 +28,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "240")
+
     def call(*argv: object) -> tuple[int, str, str]:
         capsys.readouterr()
         code = cli.main([str(arg) for arg in argv])
@@ -79,7 +81,7 @@ def test_steps_are_paired_by_their_id(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("diff", a, b)
     assert code == 1  # two steps are in one dump only
     assert "2 steps are in one dump only" in out
-    assert "compared 1 pairs of steps by step id: all of them the same" in out
+    assert "compared 1 pair of steps by step id: they are the same" in out
 
 
 def test_redacted_dumps_of_different_jobs_are_compared_by_equal_ids(

@@ -128,6 +128,10 @@ def test_flag_reaches_the_server_arguments(resolve: Callable[..., Any]) -> None:
         ({"speculative_ddtree_budget": 16, "enable_dp_attention": True}, "--enable-dp-attention"),
         ({"speculative_ddtree_budget": 16, "speculative_dflash_block_size": 64}, "block"),
         ({"speculative_ddtree_budget": 16, "enable_two_batch_overlap": True}, "two-batch"),
+        ({"speculative_ddtree_budget": 16, "enable_strict_thinking": True}, "--enable-strict"),
+        ({"speculative_ddtree_budget": 16, "enable_return_routed_experts": True}, "--enable-ret"),
+        ({"speculative_ddtree_budget": 16, "kv_canary": "log"}, "--kv-canary"),
+        ({"speculative_ddtree_budget": 16, "enable_page_major_kv_layout": True}, "--enable-page"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_flag_to_change(
@@ -201,6 +205,7 @@ def request(**changes: Any) -> Any:
         {"regex": "a+"}, {"frequency_penalty": 0.1}, {"presence_penalty": -1.0},
         {"repetition_penalty": 1.1}, {"min_new_tokens": 2}, {"custom_logit_processor": "x"},
         {"custom_params": {"ddtree_budget": "many"}}, {"custom_params": {"ddtree_budget": 0}},
+        {"custom_params": ["ddtree_budget", 4]}, {"custom_params": "ddtree_budget"},
     ],
 )  # fmt: skip
 def test_requests_that_a_tree_cannot_serve_are_refused_by_name(

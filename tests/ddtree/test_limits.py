@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from ddtree_guard.ddtree.limits import check_step, step_bytes
+from ddtree_guard.ddtree.limits import can_move, check_step, step_bytes
 from ddtree_guard.errors import IncompatibleError
 
 
@@ -31,3 +34,20 @@ def test_a_step_that_cannot_fit_is_refused_with_the_memory_it_needs() -> None:
     assert f"{need.total / 2**30:.2f} GiB" in text
     assert "--speculative-ddtree-budget" in text
     assert text.count(". ") == 0
+
+
+def _pool(k: Any, **more: Any) -> Any:
+    return SimpleNamespace(k_buffer=[k], v_buffer=[k], data_ptrs=None, **more)
+
+
+def test_only_rows_that_lie_side_by_side_are_moved() -> None:
+    """A page-major pool's rows of one layer have the other layers' between them."""
+    torch = pytest.importorskip("torch")
+    plain = torch.zeros(8, 2, 4)
+    assert can_move(_pool(plain))
+    assert can_move(_pool(plain, k_scale_buffer=None, use_hnd=False))
+    assert not can_move(_pool(torch.zeros(8, 3, 2, 4)[:, 1]))
+    assert not can_move(_pool(torch.zeros(8, 1, 2, 4)))
+    assert not can_move(_pool(plain, k_scale_buffer=[plain]))
+    assert not can_move(_pool(plain, use_hnd=True))
+    assert not can_move(SimpleNamespace(kv_buffer=[plain], data_ptrs=None))

@@ -75,6 +75,27 @@ def test_ranks_together_propose_what_one_would(world: int, coarse: bool) -> None
     assert torch.allclose(logits.gather(-1, tokens), logits.gather(-1, alone[0]))
 
 
+@pytest.mark.parametrize("shares", [(37, 3), (3, 37), (38, 2)])
+def test_a_rank_with_fewer_tokens_than_candidates_gives_as_many_as_the_others(
+    shares: tuple[int, int],
+) -> None:
+    """The last rank of a padded vocabulary. Ranks gather one shape, or they hang."""
+    hidden, weight = hidden_and_weight(7, coarse=False)
+    alone = Proposer(weight, VOCAB, 0, BLOCK, 6).propose(hidden)
+    group = Rank(2)
+    for _ in range(2):
+        for rank, start in enumerate((0, shares[0])):
+            group.call = 0
+            shard = weight[start : start + shares[rank]]
+            proposer = Proposer(shard, shares[rank], start, BLOCK, 6, group)
+            tokens, logp = proposer.propose(hidden)
+    assert len({part.shape for part in group.parts[0]}) == 1
+    assert torch.equal(tokens, alone[0])
+    assert torch.allclose(logp, alone[1], atol=1e-5)
+    proposer.allocate(4)
+    assert proposer.captured["tokens"].shape == (4, BLOCK - 1, 6)
+
+
 def test_more_candidates_than_tokens_are_cut_to_the_vocabulary() -> None:
     hidden, weight = hidden_and_weight(1, coarse=False)
     proposer = Proposer(weight, VOCAB, 0, BLOCK, 64)

@@ -204,6 +204,22 @@ def test_raw_arguments_are_undecided_without_a_backend(
     assert {entry["what"] for entry in found["not_checked"]} >= {"SGLang's own defaults", "model"}
 
 
+def test_a_tree_on_a_model_that_is_not_here_is_undecided_and_not_wrong(
+    run: Run, surveyed: Callable[..., None]
+) -> None:
+    """SGLang cannot read a model of a hub from here, so that block and context stay open."""
+    values = {"speculative_algorithm": "DDTREE", "speculative_ddtree_budget": 16,
+              "attention_backend": "triton"}  # fmt: skip
+    raw = {"status": "raw", "values": values, "why": "OSError: no such model"}
+    code, found = judged(surveyed, run, raw)
+    assert (code, found["uses"]) == (3, "unknown")
+    assert found["verdict"].startswith("UNDECIDED: not known: whether the corrected backend")
+    assert found["change"] == "give --model-path as a local folder with its config.json"
+    code, found = judged(surveyed, run, raw, plugin__backend="corrected")
+    assert (code, found["uses"]) == (3, "corrected")
+    assert "sliding-window" in found["verdict"]
+
+
 def test_sglang_that_is_absent_reads_no_arguments(run: Run, surveyed: Callable[..., None]) -> None:
     surveyed(sglang__installed=False, hooks=[])
     code, out, _ = run("--", "--model-path", "x")
@@ -225,6 +241,13 @@ def test_the_words_for_a_bundle_hold_the_verdict_and_no_address() -> None:
     assert words[0].startswith("doctor: READY, AND OFF")
     assert any("2 of 2 hooks matched" in line for line in words)
     assert all(line.startswith("doctor: ") for line in words)
+
+
+def test_shadow_mode_says_its_line_where_it_is_on() -> None:
+    said = "ddtree_guard shadow every=8 capture=meta layers=0/unknown"
+    text = "\n".join(lines(Diagnosis(BARE, survey=survey(plugin__shadow=said))))
+    assert "  shadow     every=8 capture=meta layers=0/unknown (layers are known once" in text
+    assert "shadow" not in "\n".join(lines(Diagnosis(BARE, survey=survey(plugin__shadow=""))))
 
 
 def test_hostile_words_of_an_environment_do_not_reach_the_terminal() -> None:
@@ -257,7 +280,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "from ddtree_guard.hooks.survey import main\n"
         f"sys.exit(main([{str(out)!r}, '--', '--model-path', 'x']))"
     )
-    env = {"PYTHONPATH": str(ROOT)}
+    env = {"PYTHONPATH": str(ROOT), "SGLANG_DDTREE_GUARD_SHADOW_EVERY": "8"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env, cwd=out.parent)
     return json.loads(out.read_text())
 
@@ -267,6 +290,7 @@ def test_without_torch_and_sglang_the_survey_is_whole(alone: Any) -> None:
     assert alone["sglang"]["installed"] is False
     assert alone["environment"]["gpu"] == "none: torch is not installed"
     assert "arguments" not in alone
+    assert alone["plugin"]["shadow"].startswith("does not load here: ModuleNotFoundError")
     d = Diagnosis(BARE, survey={**alone, "ended": ""})
     assert d.exit_code == 3
     assert "not installed here" in headline(d)[0]

@@ -77,3 +77,11 @@ def test_where_the_fix_was_seen_the_fault_is_not_even_possible() -> None:
 
 def test_a_server_without_speculation_has_no_fault() -> None:
     assert matches(Deployment("0.5.16")) == ()
+
+
+@pytest.mark.parametrize(("tokens", "page", "there"), [(8, 1, []), (16, 1, [True]), (16, 16, [])])
+def test_a_row_too_narrow_for_what_is_reserved(tokens: int, page: int, there: list[bool]) -> None:
+    d = Deployment("0.5.16", "DFLASH", "triton", w=tokens, declared=tokens, page_size=page)
+    found = [m.sure for m in matches(d) if m.fault.id == "reserved-slots-beyond-the-row"]
+    assert found == there
+    assert not any(m.wrong for m in matches(d))

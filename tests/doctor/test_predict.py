@@ -35,6 +35,21 @@ def test_the_incident_is_wrong_on_every_stock_release_and_right_corrected(
     assert corrected_here(d, generation_of(release))
 
 
+@pytest.mark.parametrize("release", [r.version for r in MATRIX])
+def test_what_a_model_elsewhere_leaves_open_is_not_decided(make: Make, release: str) -> None:
+    def auto(**values: Any) -> bool | None:
+        made = make(release, model=None, context_length=None, **values)
+        return corrected_here(made, generation_of(release))
+
+    unknown = {"speculative_num_draft_tokens": None, "speculative_dflash_block_size": None}
+    assert auto(**unknown) is None
+    early = release in ("0.5.12", "0.5.16")
+    assert auto() is (True if early else None)  # 8 of SGLang's for 17 rows
+    assert auto(speculative_num_draft_tokens=17) is None
+    assert auto(**unknown, speculative_ddtree_varies=True) is (True if early else None)
+    assert auto(speculative_algorithm="EAGLE") is False
+
+
 @pytest.mark.parametrize("budget", range(1, 33))
 def test_stock_up_to_0_5_16_is_right_at_the_block_only(make: Make, budget: int) -> None:
     stock = judged(make(speculative_ddtree_budget=budget))
@@ -155,8 +170,8 @@ def test_memory_counts_what_stock_and_ours_allocate(make: Make) -> None:
     assert (memory.lanes, memory.w, memory.context) == (32, 17, 4096)
     assert memory.stock.mask == 32 * 8 * 4096
     assert memory.stock.kv_indices == 32 * 8 * 4096 * 8
-    assert memory.corrected.mask == 32 * 17 * (4096 + 17)
-    assert memory.corrected.kv_indices == 32 * 4096 * 8
+    assert memory.corrected.mask == 32 * 17 * (4096 + 2 * 17)
+    assert memory.corrected.kv_indices == 33 * 4096 * 8  # 32 * (4096 + 17) of them
     assert verify_memory(make(disable_cuda_graph=True), generation_of("0.5.16")) is None
 
 

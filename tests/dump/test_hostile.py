@@ -289,7 +289,7 @@ def test_pipes_and_folders_are_refused(dump: Path, name: str) -> None:
 
 
 def test_missing_files_and_folders_are_named(dump: Path) -> None:
-    assert "holds 1 dumps; give one" in str(read(dump.parent))
+    assert "holds a dump; give that one" in str(read(dump.parent))
     (dump / BLOB).unlink()
     assert f"it holds no {BLOB}" in str(read(dump))
     assert "is not a dump folder" in str(read(dump / "nowhere"))

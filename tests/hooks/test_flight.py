@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +21,13 @@ from ddtree_guard.dump.find import find_dumps
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.dump.schema import SCHEMA_FILE
 from ddtree_guard.guard import Guard
-from ddtree_guard.hooks import arm, flight
+from ddtree_guard.hooks import arm
 from ddtree_guard.metrics import Metrics
 from ddtree_guard.recorder import heuristics
 from ddtree_guard.testing.cases import VerifyCase
 from ddtree_guard.testing.compare import differences
+from ddtree_guard.testing.dumps import awaited, dumps_of
+from ddtree_guard.testing.on_demand import plant_next
 
 pytestmark = pytest.mark.sglang
 
@@ -78,35 +74,6 @@ def _replay(guard: Any) -> None:
     key, launch = next(iter(guard.checker._launches.items()))
     if launch.recorded:
         guard.checker.graphs.in_graph(key)
-
-
-def _plant_next(
-    guard: Any, monkeypatch: pytest.MonkeyPatch, rule: str, stays: bool = False
-) -> None:
-    from ddtree_guard.testing.plant import plant
-
-    build = guard.checker.build
-
-    def planted(record: Any, view: Any) -> None:
-        plant(rule, view)
-        if not stays:
-            monkeypatch.setattr(guard.checker, "build", build)
-        build(record, view)
-
-    monkeypatch.setattr(guard.checker, "build", planted)
-
-
-def _dumps(root: Path, kind: str) -> list[Dump]:
-    found = [Dump(path) for path in find_dumps(root)]
-    return [dump for dump in found if dump.trigger["kind"] == kind]
-
-
-def _waited(root: Path, kind: str) -> Dump:
-    for _ in range(2400):
-        if _dumps(root, kind):
-            return _dumps(root, kind)[0]
-        time.sleep(0.025)
-    raise AssertionError(f"no dump of kind {kind} was written")
 
 
 # --- every step -----------------------------------------------------------------------------------
@@ -245,7 +212,7 @@ def test_a_finding_offline_is_the_finding_online(
         guard.flight, "found", lambda record, *rest: judged.append((record.step, rest[0]))
         or found(record, *rest)
     )  # fmt: skip
-    _plant_next(guard, monkeypatch, rule)
+    plant_next(guard, rule)
     server.step()
     ((step, online),) = judged
     line = next(line for line in lines() if line["rule"] == rule)
@@ -266,13 +233,12 @@ def test_a_finding_offline_is_the_finding_online(
 def test_a_step_whose_buffers_were_reused_is_dumped_as_it_was(
     start: Callable[..., Any],
     lines: Callable[[], list[dict[str, str]]],
-    monkeypatch: pytest.MonkeyPatch,
     rule: str,
 ) -> None:
     server, guard = start(_case(graph=True), device=True, redact=False)
     for _ in range(3):
         server.step()
-    _plant_next(guard, monkeypatch, rule)
+    plant_next(guard, rule)
     bad = server.step(overlap=True)
     good = server.step(overlap=True)  # refills the captured buffers
     server.resolve(*bad)
@@ -289,12 +255,12 @@ def test_a_step_whose_buffers_were_reused_is_dumped_as_it_was(
 
 @pytest.mark.parametrize("redact", [False, True], ids=["plain", "redacted"])
 def test_what_a_live_server_writes_fits_the_shipped_schema(
-    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redact: bool
+    start: Callable[..., Any], tmp_path: Path, redact: bool
 ) -> None:
     server, guard = start(_case(graph=True), device=True, redact=redact)
     for _ in range(3):
         server.step()
-    _plant_next(guard, monkeypatch, "P1")
+    plant_next(guard, "P1")
     server.step()
     guard.flight.recorder.trigger("signal", "SIGUSR2")
     rules = json.loads(SCHEMA_FILE.read_text())
@@ -314,10 +280,10 @@ def test_a_storm_yields_one_dump_and_a_count(
     counted: Counter[str] = Counter()
     monkeypatch.setattr(Metrics, "add", lambda self, name, n=1, **labels: counted.update({name: n}))
     server, guard = start(_case())
-    _plant_next(guard, monkeypatch, "W3", stays=True)
+    plant_next(guard, "W3", stays=True)
     for _ in range(6):
         server.step()
-    (dump,) = _dumps(tmp_path, "finding")
+    (dump,) = dumps_of(tmp_path, "finding")
     assert dump.step_ids() == [1]
     assert counted["dumps_total"] == 1
     later = guard.flight.recorder.trigger("signal", "SIGUSR2")
@@ -341,7 +307,7 @@ def test_heuristics_of_a_live_server_write_dumps_and_nothing_else(
     monkeypatch.setattr(guard.guard, "rules", ())  # a walk that stops early is a finding, too
     for _ in range(6):
         server.step()
-    assert "accept length 1.00 for 4 steps" in _waited(tmp_path, "heuristic").trigger["why"]
+    assert "accept length 1.00 for 4 steps" in awaited(tmp_path, "heuristic").trigger["why"]
     assert len(server.sent) == 6
 
 
@@ -366,14 +332,13 @@ def test_a_run_of_one_token_and_a_jump_are_noticed(
 def test_log_line_dump_and_request_are_joined_by_a_name(
     start: Callable[..., Any],
     lines: Callable[[], list[dict[str, str]]],
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     server, guard = start(_case())
     for _ in range(3):
         server.step()
-    _plant_next(guard, monkeypatch, "P1")
+    plant_next(guard, "P1")
     server.step()
     line = next(line for line in lines() if line["rid"] != "-")
     dump = Dump(line["dump"])
@@ -412,13 +377,11 @@ def test_a_request_that_ended_is_one_line_and_in_the_trail(
     assert f"width {server.case.w} in 4" in out
 
 
-def test_a_request_on_suspect_kv_is_not_clean(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_on_suspect_kv_is_not_clean(start: Callable[..., Any]) -> None:
     from ddtree_guard.testing.server import Req
 
     server, guard = start(_case())
-    _plant_next(guard, monkeypatch, "P1")
+    plant_next(guard, "P1")
     server.step()
     tokens = [*server.reqs[-1].origin_input_ids, *server.reqs[-1].output_ids]
     child = Req("child", 0, cached=len(tokens))
@@ -438,182 +401,6 @@ def test_steps_that_were_not_checked_are_not_called_clean(
     server.step()
     assert guard.flight.recorder.trails.get("r0").verdict == "1/2 steps checked, clean"
     assert not guard.flight.recorder.trails.get("r0").clean
-
-
-class Shared:
-    """A store of a job, as far as a key takes one."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, str] = {}
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self.held.setdefault(key, desired).encode()
-
-
-def test_ranks_of_a_job_give_a_request_one_name(tmp_path: Path) -> None:
-    store, names = Shared(), set()
-    for rank in ("TP0", "TP1"):
-        made = flight.Flight(Config(dump_dir=tmp_path), "run", rank, Metrics(rank))
-        made.start(store)
-        names.add(made.name("r0"))
-        made.stop()
-    assert len(names) == 1
-    alone = flight.Flight(Config(dump_dir=tmp_path), "run", "TP0", Metrics("TP0"))
-    assert alone.name("r0") not in names
-
-
-def test_a_store_that_fails_costs_the_common_key_only(tmp_path: Path) -> None:
-    made = flight.Flight(Config(dump_dir=tmp_path), "run", "TP0", Metrics("TP0"))
-    made.start(object())  # type: ignore[arg-type]
-    assert made.size == "8MiB"
-    made.stop()
-    assert made.size == "off"
-
-
-# --- the process ----------------------------------------------------------------------------------
-CHILD = """
-import sys, time
-from pathlib import Path
-from ddtree_guard.config import Config, Mode
-from ddtree_guard.testing.cases import VerifyCase
-from ddtree_guard.testing.server import MiniServer
-case = VerifyCase(algorithm="DDTREE", budget=8, lens=(9, 4, 12), head_dim=16, heads=2, kv_heads=1)
-server = MiniServer(case, "auto")
-server.arm(Config(mode=Mode(sys.argv[2]), dump_dir=Path(sys.argv[1])))
-for _ in range(5):
-    server.step()
-print("serving", flush=True)
-for line in sys.stdin:
-    server.step()
-    print("stepped", flush=True)
-"""
-
-
-def test_sigusr2_of_a_running_server_writes_a_dump(tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", CHILD, str(tmp_path), "log"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        assert child.stdout.readline() == "serving\n"
-        assert cli.main(["dump", "--pid", str(child.pid)]) == 0
-        dump = _waited(tmp_path, "signal")
-        child.stdin.write("go on\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "stepped\n"  # and the server lives
-    finally:
-        child.kill()
-        child.communicate()
-    assert dump.step_ids() == [1, 2, 3, 4, 5]
-    assert cli.main(["check", str(dump.path)]) == 0
-    assert any("ring=8MiB" in line for line in dump.doctor)
-
-
-def test_a_crash_of_the_event_loop_is_on_disk_before_it_is_handled(
-    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ddtree_guard.testing.fakes import sglang
-
-    try:
-        scheduler = sglang("managers.scheduler").Scheduler
-    except ImportError as error:  # 0.5.12 wants its compiled kernels there
-        pytest.skip(str(error))
-    steps: list[Callable[[], Any]] = []
-
-    def run_event_loop(self: Any) -> None:
-        steps[0]()
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(scheduler, "run_event_loop", run_event_loop)
-    server, guard = start(_case())
-    steps.append(server.step)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        scheduler.run_event_loop(SimpleNamespace())
-    (dump,) = _dumps(tmp_path, "crash")
-    assert (dump.trigger["why"], dump.step_ids()) == ("RuntimeError", [1])
-    guard.remove()
-    assert scheduler.run_event_loop is run_event_loop
-
-
-def test_raise_writes_one_dump_of_its_finding(
-    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ddtree_guard.errors import Violation
-    from ddtree_guard.testing.server import MiniServer
-
-    server = MiniServer(_case(), "auto")
-    guard: Any = server.arm(Config(mode=Mode.RAISE, dump_dir=tmp_path))
-    _plant_next(guard, monkeypatch, "W3")
-    with pytest.raises(Violation), guard.flight.crash_path():
-        server.step()
-    assert [dump.trigger["kind"] for dump in map(Dump, find_dumps(tmp_path))] == ["finding"]
-
-
-def test_the_handler_comes_when_armed_and_goes_with_the_guard(start: Callable[..., Any]) -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    _, guard = start(_case())
-    assert signal.getsignal(signal.SIGUSR2) is not before
-    assert _threads() == 1
-    guard.remove()
-    assert signal.getsignal(signal.SIGUSR2) is before
-    assert _threads() == 0
-
-
-def _threads() -> int:
-    return sum(thread.name == "ddtree-guard-recorder" for thread in threading.enumerate())
-
-
-def test_a_server_that_is_not_armed_gets_no_handler(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    monkeypatch.setattr(arm, "self_test", lambda guard: "it failed")
-    start(_case())
-    assert signal.getsignal(signal.SIGUSR2) is before
-    assert _threads() == 0
-    assert any("ring=off" in text for text in caplog.messages)
-
-
-def test_off_means_no_handler_and_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddtree_guard.hooks import plugin
-
-    before = signal.getsignal(signal.SIGUSR2)
-    plugin.activate({"SGLANG_DDTREE_GUARD": "off"})
-    assert signal.getsignal(signal.SIGUSR2) is before
-    assert _threads() == 0
-    plugin.unload()
-
-
-def test_outside_the_main_thread_only_the_signal_is_missing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = flight.Flight(Config(dump_dir=tmp_path), "run", "TP0", Metrics("TP0"))
-    thread = threading.Thread(target=made.start)
-    thread.start()
-    thread.join()
-    assert made.size == "8MiB"
-    assert any("SIGUSR2 asks for no dump here" in text for text in caplog.messages)
-    made.stop()
-
-
-# --- no harm --------------------------------------------------------------------------------------
-@pytest.mark.parametrize("broken", ["put", "ran", "accepted", "finding"])
-def test_faults_of_the_recorder_cost_no_step_and_no_check(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
-    server, guard = start(_case())
-    monkeypatch.setattr(guard.flight.recorder, broken, lambda *args: 1 / 0)
-    _plant_next(guard, monkeypatch, "W3", stays=True)
-    for _ in range(10):
-        server.step()
-    assert len(server.sent) == 10
-    assert guard.coverage.ratio == 1.0
-    assert guard.coverage.findings > 0
-    assert not guard.fuses.faults
-    assert guard.flight.recorder.faults == flight.LIMIT
 
 
 def test_a_tape_that_fails_costs_no_check(

@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {"lens": (19, 11, 26), "head_dim": 16, "heads": 2, "kv_h
 WIDTHS: dict[str, dict[str, Any]] = {
     "w=8": {"budget": 7},
     "w=16 ngram": {"algorithm": "NGRAM", "budget": 15, "draft_tokens": 16},
+    "w=6 eagle": {"algorithm": "EAGLE", "budget": 5, "draft_tokens": 6, "topk": 4},
     "w=17": {"budget": 16},
     "w=33": {"budget": 32},
     "chain": {"algorithm": "DFLASH", "budget": 7, "draft_tokens": 8, "kind": "chain"},

@@ -61,6 +61,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         patch.delenv("SGLANG_PLUGINS", raising=False)
+        patch.setenv("SGLANG_DDTREE_GUARD_SHADOW_EVERY", "64")
         yield
 
 
@@ -83,6 +84,7 @@ def test_the_environment_is_ready_and_its_parts_are_named(tree: Any) -> None:
     assert survey["sglang"]["release"] == release()
     assert survey["sglang"]["tested"] == boot.tested(release())
     assert survey["plugin"]["loaded"]
+    assert survey["plugin"]["shadow"].startswith("ddtree_guard shadow every=64 capture=meta")
     guard = [hook for hook in survey["hooks"] if hook["part"] != "DDTREE"]
     assert [hook["detail"] for hook in guard if hook["blocking"]] == []
     assert len(guard) >= 11

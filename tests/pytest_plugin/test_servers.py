@@ -166,6 +166,34 @@ def test_a_child_that_is_not_armed_fails_its_test_with_the_reason(
         assert len(test["problems"]) == 1, name
 
 
+STARTS = {  # how a test may start the unguarded server of `bare`, without `helper.Server`
+    "system": "os.system(f'{sys.executable} {BARE} </dev/null')",
+    "system_of_two": "os.system(f'pkill -f {BARE}x; exec {sys.executable} {BARE} </dev/null')",
+    "spawn": "os.waitpid(os.posix_spawn(sys.executable, [sys.executable, BARE], os.environ), 0)",
+    "popen": "subprocess.Popen([sys.executable, BARE], close_fds=False, stdin=-3).wait()",
+    "environ": "subprocess.run([sys.executable, BARE], env=os.environ, stdin=-3)",
+    "shell": "subprocess.run(f'{sys.executable} {BARE}', shell=True, stdin=-3)",
+}
+NO_STARTS = {
+    "kill": "os.system('pkill -f sglang.launch_server')",
+    "list": "subprocess.run(['pgrep', '-f', 'sglang.launch_server'])",
+    "armed": "os.system(f'echo arm | {sys.executable} launch_server.py')",
+}
+
+
+def test_a_server_is_noticed_however_it_is_started(suite: pytest.Pytester, report: Report) -> None:
+    (suite.mkdir("bare") / "launch_server.py").write_text("print('ANSWER')")
+    lines = ["import os, subprocess, sys", "BARE = 'bare/launch_server.py'"]
+    for name, call in {**STARTS, **NO_STARTS}.items():
+        lines += [f"def test_{name}():", f"    {call}"]
+    suite.makepyfile(test_servers="\n".join(lines))
+    found = by_name(report())
+    for name in STARTS:
+        (problem,) = found[f"test_{name}"]["problems"]
+        assert "a server was started and left no evidence" in problem, name
+    assert [name for name in NO_STARTS if found[f"test_{name}"]["problems"]] == []
+
+
 def test_an_unguarded_server_fails_every_test_while_it_runs(
     suite: pytest.Pytester, report: Report
 ) -> None:

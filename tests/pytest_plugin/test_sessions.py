@@ -304,8 +304,13 @@ def test_a_test_that_fails_itself_keeps_its_own_words(suite: pytest.Pytester, ru
     )
 
 
-def test_a_finding_in_a_run_that_is_run_again_is_kept(suite: pytest.Pytester, report: Any) -> None:
+@pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["here", "xdist"])
+def test_a_finding_in_a_run_that_is_run_again_fails_the_session(
+    suite: pytest.Pytester, report: Any, workers: tuple[str, ...]
+) -> None:
     pytest.importorskip("pytest_rerunfailures")
+    if workers:
+        pytest.importorskip("xdist")
     suite.makepyfile(
         test_it="""
         runs = []
@@ -314,10 +319,51 @@ def test_a_finding_in_a_run_that_is_run_again_is_kept(suite: pytest.Pytester, re
             ddtree_guard.check(ddtree_step(1, fault="W3" if len(runs) == 1 else None))
     """
     )
-    value = report("--reruns=2")
+    value = report("--reruns=2", *workers, apart=bool(workers))
     (test,), (attempt,) = value["tests"], value["attempts"]
     assert (test["outcome"], test["findings"], test["steps_checked"]) == ("passed", [], 1)
     assert [f["rule"] for f in attempt["findings"]] == ["W3"]
+    assert value["exit"] == 1
+    assert value["failure"] == (
+        "test_it.py::test_flaky passed when it was run again, but an earlier run had findings: W3; "
+        "a broken rule is no flake"
+    )
+
+
+def test_what_is_no_finding_may_be_run_again(suite: pytest.Pytester, report: Any) -> None:
+    pytest.importorskip("pytest_rerunfailures")
+    suite.makepyfile(
+        test_it="""
+        import pytest
+        runs = []
+        def test_flaky(ddtree_guard, ddtree_step):
+            runs.append(1)
+            ddtree_guard.check(ddtree_step(1))
+            assert len(runs) > 1
+
+        seen = []
+        @pytest.mark.ddtree_guard(expect=["W3"])
+        def test_expects(ddtree_guard, ddtree_step):
+            seen.append(1)
+            ddtree_guard.check(ddtree_step(1, fault="W3"))
+            assert len(seen) > 1
+    """
+    )
+    value = report("--reruns=2")
+    assert [test["outcome"] for test in value["tests"]] == ["passed", "passed"]
+    assert (len(value["attempts"]), value["failure"], value["exit"]) == (2, "", 0)
+
+
+def test_a_test_that_fails_in_every_run_says_so_itself(suite: pytest.Pytester, report: Any) -> None:
+    pytest.importorskip("pytest_rerunfailures")
+    suite.makepyfile(
+        test_it="""
+        def test_broken(ddtree_guard, ddtree_step):
+            ddtree_guard.check(ddtree_step(1, fault="W3"))
+    """
+    )
+    value = report("--reruns=1")
+    assert (value["tests"][0]["outcome"], value["failure"]) == ("failed", "")
 
 
 def test_workers_of_xdist_are_added_up(suite: pytest.Pytester, report: Any) -> None:

@@ -169,6 +169,16 @@ def test_a_broken_tree_is_drawn_without_a_loop() -> None:
     assert "row 3 has parent 3, which does not come before it" in lines
 
 
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_deep_chain_stays_within_the_columns(width: int) -> None:
+    tokens = np.full((2, 70), 2**62)
+    step = with_tree([-1, *range(69)], 70).replace(tree__tokens=tokens)
+    _, *lines = drawing.tree(step, 1, width=width)
+    assert max(map(len, lines)) <= width
+    assert lines[5].startswith("            └─ 5 token")
+    assert lines[69].split()[:4] == ["69", "…", "└─", "69"]
+
+
 def test_a_large_tree_is_cut_and_says_so() -> None:
     lines = drawing.tree(with_tree([-1, *range(299)], 300), 1, limit=10)
     assert lines[-1] == "... and 290 more nodes"

@@ -17,6 +17,7 @@ from ddtree_guard.dump.read import Dump
 from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.guard import Guard
 from ddtree_guard.recorder import Recorder
+from ddtree_guard.report import svg
 from ddtree_guard.report.html import page, sentence, story
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
@@ -76,7 +77,7 @@ def written(dump: Path, tmp_path: Path) -> Path:
 class Parser(html.parser.HTMLParser):
     """Collects elements and checks that what is opened is closed."""
 
-    VOID = ("meta", "link", "br", "rect", "path", "circle")
+    VOID = ("meta", "link", "br", "wbr", "rect", "path", "circle")
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Parser(html.parser.HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "br"):
+        if tag not in ("meta", "link", "br", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -164,6 +165,27 @@ def test_a_bare_step_makes_a_page_that_says_what_is_missing(tmp_path: Path) -> N
     for words in ("No rule was recorded", "No picture of the mask", "The tree is not in this step",
                   "The offsets are not in this step", "not in this dump"):  # fmt: skip
         assert words in text
+
+
+def test_a_sentence_keeps_its_code_and_breaks_long_names() -> None:
+    name = "SGLANG_DDTREE_GUARD_BACKEND=corrected"
+    assert svg.prose(f"set `a<b` or {name}") == (
+        f"set <code>a&lt;b</code> or {name.replace('_', '_<wbr>').replace('=', '=<wbr>')}"
+    )
+    assert svg.prose("a ` alone & <b>") == "a ` alone &amp; &lt;b&gt;"
+
+
+def test_the_root_of_a_tree_that_is_scrolled_is_in_sight(tmp_path: Path) -> None:
+    def root(w: int) -> float:
+        one = sound_step(1, lens=(9, 8), w=w, kind="star", full_trees=True)
+        return float(re.findall(r'<circle class="node[^"]*" cx="([\d.]+)"', svg.tree(one, 1))[0])
+
+    assert root(17) == 18 + 15 / 2 * 28  # above the middle of its 16 children
+    assert root(200) == 18
+
+
+def test_the_timeline_counts_the_rules_that_it_does_not_name(written: Path) -> None:
+    assert ">CFG1 W1 W3 +1</text>" in written.read_text()
 
 
 def test_a_wide_tree_is_cut_and_pooled(tmp_path: Path) -> None:

@@ -144,9 +144,8 @@ def engine(options: dict[str, Any]) -> None:
 
 
 EAGER: dict[str, Any] = {"disable_cuda_graph": True}
-GRAPHS: dict[str, Any] = {
-    "cuda_graph_bs_decode": [1, 2, 3, 4, 8], "disable_prefill_cuda_graph": True
-}  # fmt: skip
+# Three requests are padded to four: what a replay reads and what is live differ.
+GRAPHS: dict[str, Any] = {"cuda_graph_bs_decode": [1, 4, 8], "disable_prefill_cuda_graph": True}
 NGRAM: dict[str, Any] = {
     "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16
 }  # fmt: skip
