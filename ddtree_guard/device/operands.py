@@ -173,9 +173,9 @@ def _compiled(
 
 def verify_operands(
     state: Tensor, slots: Tensor, buffers: Buffers, shape: Shape, tile: Tile | None = None,
-    pack: Pack | None = None,
+    ring: Pack | None = None,
 ) -> Operands:  # fmt: skip
-    """Bind `verify_kernel`, which also packs the step where a `pack` is given. Raises UsageError
+    """Bind `verify_kernel`, which also packs the step where a `ring` is given. Raises UsageError
     for arrays too short for the launch.
     """
     _require_sizes(buffers, shape)
@@ -193,17 +193,17 @@ def verify_operands(
         _limit(shape.pool, 2**62), shape.reserved, 0 if mask is None else mask.numel(),
         0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
         pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),
-        *((state, 0, 0, 0) if pack is None else pack.ring),
+        *((state, 0, 0, 0) if ring is None else ring.place),
     )  # fmt: skip
     whole = max(1, numbers[15], 8 * numbers[16]) if "full" in has else 0
     programs = programs_per_lane(shape.w, shape.lanes, tile, whole)
-    grid = (shape.lanes, programs + (0 if pack is None else programs_of(shape.w)))
+    grid = (shape.lanes, programs + (0 if ring is None else programs_of(shape.w)))
     launch = bind(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
         LANES=32 if shape.lanes <= 32 else MAX_LANES, BITS=8 if shape.w <= 257 else 32,
         ROWS=tile.rows, DEEP=tile.deep, COLS=tile.cols, WARPS=tile.warps, WIDE=WIDE,
-        RING=0 if pack is None else pack.has,
+        RING=0 if ring is None else ring.has,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 

@@ -25,11 +25,11 @@ Kinds = dict[str, tuple[str, tuple[int, ...]]]  # field of a Step to dtype and s
 
 
 class Pack(NamedTuple):
-    """What a launch packs besides its check: `has` are the bits of PACKED that are present, `ring`
-    the tensor and the sizes that tell the places in it.
+    """What a launch packs besides its check: `has` are the bits of PACKED that are present, `place`
+    the ring's tensor and the sizes that tell where in it.
     """
 
-    ring: tuple[Tensor, int, int, int]
+    place: tuple[Tensor, int, int, int]
     lanes: int
     w: int
     has: int
