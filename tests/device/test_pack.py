@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from ddtree_guard.device.from_step import buffers_of, shape_of  # noqa: E402
 from ddtree_guard.device.launch import DeviceCheck  # noqa: E402
-from ddtree_guard.device.operands import Tile  # noqa: E402
 from ddtree_guard.device.pack import Packer  # noqa: E402
 from ddtree_guard.device.ring_program import PACKED  # noqa: E402
 from ddtree_guard.errors import UsageError  # noqa: E402
@@ -41,13 +40,10 @@ class Device:
         self.ring.fetch = self.packer.reader()
         self.mark = 0
 
-    def run(
-        self, one: Step, settled: bool = True, without: int = 0, tile: Tile | None = None,
-        **other: Any,
-    ) -> None:  # fmt: skip
+    def run(self, one: Step, settled: bool = True, without: int = 0, **other: Any) -> None:
         buffers = dataclasses.replace(buffers_of(one, DEVICE), **other)
         pack = self.packer.pack(buffers, one.padded_bs, one.w, without)
-        self.check.check(self.check.bind(buffers, shape_of(one), tile, pack))
+        self.check.check(self.check.bind(buffers, shape_of(one), pack=pack))
         self.check.close()
         self.mark += 1
         if DEVICE == "cuda":
@@ -79,7 +75,7 @@ def test_wide_rows_fill_more_than_one_group_of_columns() -> None:
     host, device = Ring(3, 2, 140), Device(3, 2, 140)
     one = sound_step(4, lens=(21, 37), w=131).replace(outcome=Outcome())
     host.put(one)
-    device.run(one, tile=Tile(64, 16, 8, 4, 0))
+    device.run(one)
     (expected,), (found,) = host.snapshot(), device.ring.snapshot()
     assert differences(expected, found) == []
     assert np.unpackbits(found.mask.tree_bits[1, 130], bitorder="little")[130] == 1
