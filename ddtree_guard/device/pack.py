@@ -68,11 +68,9 @@ class Packer:
                 f"a ring for {self.ring.lanes} requests of {self.ring.w} rows was expected to "
                 f"hold the step, found {lanes} of {w}; make the ring larger."
             )
-        has = 0
-        for value, bit in zip(_arrays(buffers), PACKED.values(), strict=True):
-            if value is not None:
-                has |= bit
-        has &= ~without
+        has = ~without & _ALL
+        if any(map(operator.is_, _arrays(buffers), _NOTHING)):  # an eager step asks anew: be quick
+            has &= sum(bit for name, bit in PACKED.items() if getattr(buffers, name) is not None)
         if has & _MASK_NEEDS != _MASK_NEEDS:
             has &= ~PACKED["mask"]
         return Pack(self._sizes, lanes, w, has)
@@ -83,6 +81,7 @@ class Packer:
 
 
 _arrays = operator.attrgetter(*PACKED)
+_ALL, _NOTHING = sum(PACKED.values()), (None,) * len(PACKED)
 _MASK_NEEDS = PACKED["mask"] | PACKED["qo_indptr"] | PACKED["mask_indptr"]
 
 
