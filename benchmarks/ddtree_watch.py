@@ -46,7 +46,6 @@ ABSENT = {
     "W4": _OWN + "the Triton backend's mask is flat and has no row stride",
     "T5": _BLIND + "the drafter's favourites are not in the step; the search puts them first",
     "P2": _BLIND + "the target's rope table is not read from a live runner",
-    "K6": _BLIND + "the allocator's books are not read; SGLang counts its pool when it idles",
     "K9": _OWN + "DDTREE refuses KV pages of more than one token",
     "K10": _OWN + "DDTREE refuses models with a sliding window",
     "G2": _BLIND + "SGLang stamps no generation on a graph's inputs",
@@ -96,7 +95,8 @@ def watched(setup: Setup, folder: Path) -> dict[str, Any]:
     live = json.loads(live_file(setup, folder).read_text())
     log = (folder / f"{setup.name}.log").read_text(errors="replace").splitlines()
     lines = [found for line in log if LINE in line and (found := parse_line(line))]
-    boot = [line for line in log if "ddtree_guard armed=" in line]
+    lines = [{name: line[name] for name in line if name != "dump"} for line in lines]
+    boot = [line.partition(" dumps=")[0] for line in log if "ddtree_guard armed=" in line]
     row: dict[str, Any] = {
         "budget": setup.budget, "graphs": setup.graphs, "overlap": setup.overlap,
         "block": setup.block, "depth": setup.depth, "boot": boot[:1],
