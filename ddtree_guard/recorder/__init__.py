@@ -185,7 +185,7 @@ class Recorder:
             self.ring.committed(number, tokens)
         told = [self.heuristics.lengths(sum(map(len, tokens)), len(tokens))]
         runs = self.trails.accepted(rids, tokens)
-        told += [self.heuristics.run(rid, run) for rid, run in zip(rids, runs, strict=False)]
+        told += self.heuristics.runs(rids, runs)
         for why in filter(None, told):
             self.ask("heuristic", why)
 

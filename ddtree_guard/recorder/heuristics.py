@@ -7,6 +7,7 @@ either direction.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 RUN = 32  # tokens of one kind in a row
 STUCK = 64  # steps in a row in which nobody accepted a draft token
@@ -34,6 +35,13 @@ class Heuristics:
         if len(self._told) > TOLD:
             self._told.popitem(last=False)
         return f"a request produced one token {length} times in a row"
+
+    def runs(self, rids: Sequence[str], lengths: Sequence[int]) -> list[str]:
+        """These requests are in runs of so many equal tokens."""
+        if max(lengths, default=0) < RUN:
+            return []
+        told = (self.run(rid, length) for rid, length in zip(rids, lengths, strict=False))
+        return [why for why in told if why]
 
     def lengths(self, total: int, count: int) -> str | None:
         """A step committed `total` tokens for `count` requests."""
