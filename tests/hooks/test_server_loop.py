@@ -179,6 +179,10 @@ def test_slots_reserved_beyond_a_request_s_row_are_found(
     start: Start, lines: Callable[[], list[dict[str, str]]], read: bool
 ) -> None:
     """SGLang's scheduler does so near the context limit where it reserves more than a row holds."""
+    from ddtree_guard.hooks.facts import release
+
+    if release() == "0.5.12":
+        pytest.skip("0.5.12 claims the bonus token one step earlier; lengths are not compared")
     server, guard = start(_case())
     width = server.runner.req_to_token_pool.req_to_token.shape[1]
     for req in server.reqs:
