@@ -128,6 +128,7 @@ def summary(tool: str, w: int, case: Case, facts: dict[str, Any]) -> dict[str, A
     pairs = paired(ratios) if tool != "off" else [1.0]
     low, high = interval(pairs) if len(pairs) > 1 else (None, None)
     step = paired([off["step_s"] / one["step_s"] for off, one in rounds])
+    step = step if tool != "off" else [1.0]
     step_low, step_high = interval(step) if len(step) > 1 else (None, None)
     steps, tokens = (sum(one[name] for one in mine) for name in ("steps", "tokens"))
     p99 = percentile([gap for one in mine for gap in one["gaps"]], 0.99)
@@ -348,11 +349,18 @@ def environment(
 ) -> dict[str, Any]:
     """Versions, the device, how busy the machine was before, and the verdict in words."""
     mine = [row for row in rows if row["tool"] == "guard"]
+    same = [row for row in rows if row["tool"] == "control" and row["ratio_low"]]
     note = (
         f"{where()['device']}, SGLang {mine[0]['release'] if mine else 'unknown'}, "
         f"{where()['processors']} processors. Required: median at least {GATE}, interval above "
         f"{LOW}; met in {sum(map(met, mine))} of {len(mine)} rows."
     )
+    if same:
+        low, high = min(r["ratio_low"] for r in same), max(r["ratio_high"] for r in same)
+        note += (
+            f" Not resolved to 1 %: two engines without a guard (control) differ by {low:.2f} to "
+            f"{high:.2f} in the same blocks."
+        )
     return {
         **where(), "gpus": options.gpus, "load_before": round(load, 2), "shape": options.shape,
         "block_s": options.block, "note": note,

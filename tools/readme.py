@@ -103,6 +103,12 @@ def engines() -> str:
     note = f"{total['steps_checked']:,} steps, {total['findings']} findings"
     if total["rate_below"]:
         note += f": the rate of false alarms is below {total['rate_below']:.1e} a step (95 %)"
+    by: dict[str, int] = {}
+    for row in found["rows"]:
+        version = (row.get("guard") or {}).get("device", "an earlier one")
+        by[version] = by.get(version, 0) + row["steps_checked"]
+    said = ", ".join(f"{steps:,} by {name}" for name, steps in sorted(by.items()))
+    note += f". Versions of the device check (hash of ddtree_guard/device): {said}"
     return f"{table(head, sorted(rows, key=str))}\n\n{note}. Same text: as an unguarded engine's."
 
 
