@@ -27,6 +27,9 @@ from common import environment, write
 from ddtree_guard.config import Depth
 from ddtree_guard.device.from_step import StepOperands, operands_from_step
 from ddtree_guard.device.launch import DeviceCheck
+from ddtree_guard.device.pack import Packer
+from ddtree_guard.device.ring_program import PACKED
+from ddtree_guard.recorder.ring import Ring
 from ddtree_guard.step import Positions, Step
 from ddtree_guard.testing.steps import sound_step
 
@@ -59,11 +62,22 @@ def launch_all(device: str) -> int:
         for depth in Depth:
             check = DeviceCheck(device)
             operands = operands_from_step(check, step, depth)
+            if depth is Depth.FAST:
+                operands = _packing(check, operands)
             arrays = _integers(operands)
             for value in VALUES:
                 for array in [*([name] for name in arrays), list(arrays)]:
                     launches += _launch(check, operands, [arrays[name] for name in array], value)
     return launches
+
+
+def _packing(check: DeviceCheck, operands: StepOperands) -> StepOperands:
+    """With a check that fills a slot to its last word; `Ring` adds the slots in flight."""
+    buffers, shape = operands.buffers, operands.shape
+    packer = Packer(Ring(1, shape.lanes, shape.w, on_device=True), check.device)
+    without = 0 if shape.sections == 1 else PACKED["positions"]
+    pack = packer.pack(buffers, shape.lanes, shape.w, without)
+    return dataclasses.replace(operands, verify=check.bind(buffers, shape, pack=pack))
 
 
 def _varied(step: Step) -> Step:

@@ -19,6 +19,7 @@ import torch
 
 from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.device.operands import Buffers, Operands, Shape
+from ddtree_guard.device.pack import Pack
 from ddtree_guard.hooks.certificates import Certificate
 
 TREE = (
@@ -65,14 +66,14 @@ class GraphChecks:
 
     def before_capture(
         self, key: Hashable, parts: Mapping[str, Any], buffers: Buffers, shape: Shape,
-        table: tuple[Any, Any] | None = None,
+        table: tuple[Any, Any] | None = None, pack: Pack | None = None,
     ) -> None:  # fmt: skip
         """Bind, compile and warm the kernels, and take the certificate. Outside the capture.
 
-        `parts` is the key as names and values; `table` is (req_to_token, its rows per lane). A
-        graph captured again replaces its certificate.
+        `parts` is the key as names and values; `table` is (req_to_token, its rows per lane); `pack`
+        is what the check packs for the recorder. A graph captured again replaces its certificate.
         """
-        self._operands[key] = self.check.bind(buffers, shape)
+        self._operands[key] = self.check.bind(buffers, shape, pack=pack)
         if table is not None:
             self._tables[key] = self.check.bind_table(buffers, shape, *table)
             self._tables[key].launch()

@@ -45,7 +45,7 @@ class Launch:
     verify: Operands
     table: Operands
     recorded: bool = False  # the graph holds the check; else it is launched before the replay
-    tape: Any = None  # the recorder's launch beside it, see hooks/tape.py
+    pack: Any = None  # what it packs for the recorder, see hooks/tape.py
     # by path length and by how rows are counted
     outcome: dict[tuple[int, bool], tuple[Decision, Operands]] = field(default_factory=dict)
     decisions: dict[tuple[int, bool], Decision] = field(default_factory=dict)
@@ -98,18 +98,16 @@ class DeviceChecker:
         launch = self._bind(view)
         self._launches[_key(view)] = launch
         parts = {"BS": launch.shape.lanes, "w": launch.shape.w, "mask": launch.buffers.mask is None}
-        self._checks(view).before_capture(_key(view), parts, launch.buffers, launch.shape)
+        self._checks(view).before_capture(
+            _key(view), parts, launch.buffers, launch.shape, pack=launch.pack
+        )
         launch.table.launch()
-        if self.tape is not None:
-            self.tape.prepare(launch, view, self._checks(view).check.state)
 
     def capture(self, view: View) -> None:
         """Record the check. Nothing is bound, allocated or read here."""
         self._checks(view).in_graph(_key(view))
         self._launches[_key(view)].recorded = True
         self._stale = True
-        if self.tape is not None:
-            self.tape.capture(self._launches[_key(view)])
 
     # --- one step -------------------------------------------------------------------------------
     def build(self, record: Record, view: View) -> None:
@@ -132,7 +130,7 @@ class DeviceChecker:
             self.host.build(record, view)
             record.checked = False  # that is the device's word
         if self.tape is not None:
-            self.tape.step(launch, record, view, checks.check.state)
+            self.tape.step(launch, record, view)
 
     def walked(self, record: Record) -> None:
         """Queue the acceptance rules, before a draft forward reuses the input buffers."""
@@ -162,7 +160,7 @@ class DeviceChecker:
         if verdict is None:
             return record.findings
         record.checked = verdict.launches > self._runs
-        record.mark = self._runs = verdict.launches
+        self._runs, record.mark = verdict.launches, verdict.step
         if self.tape is not None:
             self.tape.settled(record)
         return self._words(record, verdict, launch) if verdict.bits else record.findings
@@ -245,7 +243,10 @@ class DeviceChecker:
         table = check.bind_table(
             buffers, shape, runner.req_to_token_pool.req_to_token, batch.req_pool_indices
         )
-        launch = Launch(shape, buffers, trees, check.bind(buffers, shape), table)
+        pack = None if self.tape is None else self.tape.pack(view, buffers, shape)
+        launch = Launch(
+            shape, buffers, trees, check.bind(buffers, shape, pack=pack), table, pack=pack
+        )
         launch.decisions = decisions
         return launch
 

@@ -1,16 +1,16 @@
-"""Steps of a device into the recorder's ring: packed beside the check, inside SGLang's graphs.
+"""Steps of a device into the recorder's ring: packed by the check's launch, inside SGLang's graphs.
 
-Per step the host leaves a note on the record (the step without its arrays) and, where no graph does
-it, launches the pack kernel. Once SGLang has waited for the step, its verdict tells the slot.
+Per step the host leaves a note on the record: the step without its arrays. Once SGLang has waited
+for the step, its verdict tells the slot.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
+from ddtree_guard.device.operands import Buffers, Shape
 from ddtree_guard.device.pack import Pack, Packer
+from ddtree_guard.device.ring_program import PACKED
 from ddtree_guard.errors import UsageError
 from ddtree_guard.hooks.facts import facts_of
 from ddtree_guard.hooks.flight import quietly
@@ -36,16 +36,8 @@ REUSED = (  # what a later step has overwritten and the ring does not hold
 LATE = "the mask's prefix was read when a later step had begun; its tree columns are this step's"
 LEAST = 8  # steps that the ring must hold; lanes are given up for them
 FRAMES = 512  # kinds of steps remembered
-
-
-@dataclass(slots=True)
-class Bound:
-    """The pack launch of one captured batch size, or of one eager step; None where it does not
-    fit. `recorded`: the graph holds it.
-    """
-
-    pack: Pack | None
-    recorded: bool = False
+# A chain's rows follow each other; no array says so.
+NOT_IN_CHAINS = PACKED["parents"] | PACKED["depths"] | PACKED["sizes"]
 
 
 class Tape:
@@ -57,7 +49,7 @@ class Tape:
         self._models: dict[tuple[str, str], Step] = {}  # by state and path, without arrays
         self._frames: dict[Any, tuple[Step, Any]] = {}
 
-    def open(self, view: View, state: Any) -> Packer:
+    def open(self, view: View, device: Any) -> Packer:
         """The ring for this server's batches, made once: graphs keep its address."""
         if self.packer is None:
             runner, lanes = view.runner, len(view.batch.req_pool_indices)
@@ -68,26 +60,21 @@ class Tape:
             most = max(lanes, int(runner.req_to_token_pool.req_to_token.shape[0]))
             most = lanes_for(lanes, most, w, self.recorder.config.ring_steps)
             ring = self.recorder.open_ring(most, w, on_device=True)
-            self.packer = Packer(ring, state)
+            self.packer = Packer(ring, device)
             ring.fetch = self.packer.reader()
         return self.packer
 
     @quietly
-    def prepare(self, launch: Any, view: View, state: Any) -> None:
-        """A batch size is about to be captured: bind and compile its pack launch. `state` is that
-        of the device check.
-        """
-        launch.tape = self._bind(launch, view, state)
-        if launch.tape.pack is not None:
-            launch.tape.pack.launch()
-
-    @quietly
-    def capture(self, launch: Any) -> None:
-        """Inside the captured region, and in the warm-up runs before it; behind the check."""
-        bound = launch.tape
-        if bound is not None and bound.pack is not None:
-            bound.pack.launch()
-            bound.recorded = True
+    def pack(self, view: View, buffers: Buffers, shape: Shape) -> Pack | None:
+        """What the check's launch for these buffers packs; None where a slot is too small."""
+        without = NOT_IN_CHAINS if shape.contract.chain else 0
+        positions = buffers.positions
+        if positions is not None and positions.numel() != shape.lanes * shape.w:  # mRoPE
+            without |= PACKED["positions"]
+        try:
+            return self.open(view, buffers.lens.device).pack(buffers, shape.lanes, shape.w, without)
+        except UsageError:
+            return None
 
     @quietly
     def restart(self) -> None:
@@ -96,19 +83,13 @@ class Tape:
             self.packer.restart()
 
     @quietly
-    def step(self, launch: Any, record: Record, view: View, state: Any) -> None:
+    def step(self, launch: Any, record: Record, view: View) -> None:
         """A step is about to run; an eager one has its check launched already."""
         record.w = launch.shape.w
-        if launch.tape is None:
-            launch.tape = self._bind(launch, view, state)
         if record.step is not None:
             self._models[view.state, view.path] = bare(record.step)
-        pack = launch.tape.pack
-        if pack is None or launch.tape.recorded != launch.recorded:
-            return  # beside a check that the graph holds, the pack must be there, too
-        record.note = self._note(launch, pack, view)
-        if not launch.recorded:
-            pack.launch()
+        if launch.pack is not None:
+            record.note = self._note(launch, launch.pack, view)
 
     @quietly
     def settled(self, record: Record) -> None:
@@ -134,18 +115,6 @@ class Tape:
         named = {path.replace(".", "__"): value for path, value in changes.items()}
         return late.replace(**named, contract__not_checked=exempt)
 
-    def _bind(self, launch: Any, view: View, state: Any) -> Bound:
-        buffers, shape = launch.buffers, launch.shape
-        if shape.contract.chain:  # its rows follow each other; no array says so
-            buffers = dataclasses.replace(buffers, parents=None, depths=None, sizes=None)
-        rows = shape.lanes * shape.w
-        if buffers.positions is not None and buffers.positions.numel() != rows:  # mRoPE
-            buffers = dataclasses.replace(buffers, positions=None)
-        try:
-            return Bound(self.open(view, state).bind(buffers, shape.lanes, shape.w))
-        except UsageError:
-            return Bound(None)
-
     def _note(self, launch: Any, pack: Pack, view: View) -> tuple[Step, Any] | None:
         """The step without its arrays, and what the pack leaves; None before one was read."""
         shape, bs = launch.shape, view.bs
@@ -158,7 +127,7 @@ class Tape:
                 return None
             if len(self._frames) >= FRAMES:
                 self._frames.clear()
-            held = self._frames[key] = (_frame(model, launch, view), pack.kinds(bs))
+            held = self._frames[key] = (_frame(model, launch, view), pack.kinds(launch.buffers, bs))
         return held
 
 

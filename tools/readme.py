@@ -61,13 +61,12 @@ def ring_cost() -> str:
             f"{row['ring_mib']:.1f} MiB, {row['ring_steps']} slots",
             *(
                 "{median_us:.1f} ({q1_us:.1f}-{q3_us:.1f})".format(**row[name])
-                for name in ("gpu", "host_graph")
+                for name in ("gpu", "host_graph", "host_eager")
             ),
-            f"{row['host_eager']['median_us'] - row['host_bare_launch']['median_us']:.1f}",
         ]
         for row in found["shapes"]
     ]
-    head = ("requests", "w", "ring", "GPU", "host, graphs", "host, eager, beyond a bare launch")
+    head = ("requests", "w", "ring", "GPU", "host, graphs", "host, eager")
     note = (
         f"{found['gpu']}, torch {found['torch']}; microseconds a step on top of the check, median"
     )

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from ddtree_guard.device.block_programs import mask_program, pair_program, prefix_program
 from ddtree_guard.device.protocol import cFULL, cLINKS, cMASK
+from ddtree_guard.device.ring_program import pack_program, pack_programs
 from ddtree_guard.device.row_programs import (
     lane_program,
     link_program,
@@ -68,7 +69,7 @@ VERIFY_ARGS = [
     "lanes", "w", "sections", "depth_max", "kv_extra", "pad_rows", "enabled", "host_bits",
     "host_lane", "host_row", "host_extent", "len_max", "vocab", "pool", "reserved", "mask_numel",
     "kvi_numel",
-    "pad_len", "pad_position", "pad_slot",
+    "pad_len", "pad_position", "pad_slot", "ring", "ring_steps", "ring_lanes", "ring_w",
 ]  # fmt: skip
 
 
@@ -82,16 +83,21 @@ def verify_kernel(
     enabled: tl.int32, host_bits: tl.int32, host_lane: tl.int32, host_row: tl.int32,
     host_extent: tl.int32, len_max: tl.int64, vocab: tl.int64, pool: tl.int64, reserved: tl.int64,
     mask_numel: tl.int64, kvi_numel: tl.int64, pad_len: tl.int64, pad_position: tl.int64,
-    pad_slot: tl.int64, HAS: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr,
+    pad_slot: tl.int64, ring: tl.tensor, ring_steps: tl.int32, ring_lanes: tl.int32,
+    ring_w: tl.int32, HAS: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr, WARPS: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, RING: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rules of the build site. Grid (lanes, `programs_per_lane`).
+    """Rules of the build site. Grid (lanes, `programs_per_lane`, and with RING `pack_programs`).
 
     By their second index programs judge the lane, its links, its rows twice, mask cells, pairs of
-    rows, or pieces of the prefix. `operands.Buffers` has the shapes of the arrays.
+    rows, or pieces of the prefix; the last ones pack the step into the recorder's ring.
+    `operands.Buffers` has the shapes of the arrays.
     """
     part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    if RING:
+        parts -= pack_programs(w)
     BLOCK: tl.constexpr = 32 * WARPS
     nodes = 2
     places = nodes + (w + BLOCK - 1) // BLOCK
@@ -119,9 +125,14 @@ def verify_kernel(
             part - places, lanes, w, sections, enabled, pool, mask_numel, kvi_numel, pad_len,
             pad_position, HAS, LANES, BLOCK,
         )  # fmt: skip
-    else:
+    elif part < parts:
         _block_program(
             state, slots, live_count, lens, kv, mi, mask, tokens, parents, depths, sizes, out, kvi,
-            part - cells, tl.num_programs(1) - cells, w, pad_rows, enabled, pool, reserved,
-            mask_numel, kvi_numel, HAS, LANES, ROWS, DEEP, COLS, WARPS, WIDE,
+            part - cells, parts - cells, w, pad_rows, enabled, pool, reserved, mask_numel,
+            kvi_numel, HAS, LANES, ROWS, DEEP, COLS, WARPS, WIDE,
+        )  # fmt: skip
+    elif RING:
+        pack_program(
+            state, lens, qo, kv, mi, mask, tokens, parents, depths, sizes, positions, out,
+            part - parts, lanes, w, mask_numel, ring, ring_steps, ring_lanes, ring_w, RING,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from ddtree_guard.device.operands import (
     table_operands,
     verify_operands,
 )
+from ddtree_guard.device.pack import Pack
 from ddtree_guard.device.protocol import BITS, NO_OFFENDER, SLOTS, WORDS
 from ddtree_guard.device.verdict import Verdict, decode
 
@@ -61,9 +62,13 @@ class DeviceCheck:
         self._last = self._runs = 0
         self._polled = self.collected
 
-    def bind(self, buffers: Buffers, shape: Shape, tile: Tile | None = None) -> Operands:
-        """Operands of the build check. Compiles on first use of a kind: call before capture."""
-        return verify_operands(self.state, self.slots, buffers, shape, tile)
+    def bind(
+        self, buffers: Buffers, shape: Shape, tile: Tile | None = None, pack: Pack | None = None
+    ) -> Operands:
+        """Operands of the build check, which also packs the step where a `pack` is given. Compiles
+        on first use of a kind: call before capture.
+        """
+        return verify_operands(self.state, self.slots, buffers, shape, tile, pack)
 
     def bind_table(
         self, buffers: Buffers, shape: Shape, table: Tensor, rows: Tensor, **limits: int | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import triton
@@ -17,8 +17,12 @@ from ddtree_guard.config import Depth
 from ddtree_guard.device.edges import close_kernel, table_kernel
 from ddtree_guard.device.kernel import verify_kernel
 from ddtree_guard.device.protocol import BITS, HAS_BITS
+from ddtree_guard.device.ring_program import programs_of
 from ddtree_guard.errors import UsageError
 from ddtree_guard.step import Contract
+
+if TYPE_CHECKING:
+    from ddtree_guard.device.pack import Pack
 
 Tensor: TypeAlias = Any
 MAX_W, MAX_LANES = 1025, 256
@@ -168,9 +172,12 @@ def _compiled(
 
 
 def verify_operands(
-    state: Tensor, slots: Tensor, buffers: Buffers, shape: Shape, tile: Tile | None = None
-) -> Operands:
-    """Bind `verify_kernel`. Raises UsageError for arrays too short for the launch."""
+    state: Tensor, slots: Tensor, buffers: Buffers, shape: Shape, tile: Tile | None = None,
+    pack: Pack | None = None,
+) -> Operands:  # fmt: skip
+    """Bind `verify_kernel`, which also packs the step where a `pack` is given. Raises UsageError
+    for arrays too short for the launch.
+    """
     _require_sizes(buffers, shape)
     has = _present(buffers, shape)
     tile = tile or tile_for(shape.w, shape.lanes, shape.depth)
@@ -186,14 +193,17 @@ def verify_operands(
         _limit(shape.pool, 2**62), shape.reserved, 0 if mask is None else mask.numel(),
         0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
         pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),
+        *((state, 0, 0, 0) if pack is None else pack.ring),
     )  # fmt: skip
     whole = max(1, numbers[15], 8 * numbers[16]) if "full" in has else 0
-    grid = (shape.lanes, programs_per_lane(shape.w, shape.lanes, tile, whole))
+    programs = programs_per_lane(shape.w, shape.lanes, tile, whole)
+    grid = (shape.lanes, programs + (0 if pack is None else programs_of(shape.w)))
     launch = bind(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
         LANES=32 if shape.lanes <= 32 else MAX_LANES, BITS=8 if shape.w <= 257 else 32,
         ROWS=tile.rows, DEEP=tile.deep, COLS=tile.cols, WARPS=tile.warps, WIDE=WIDE,
+        RING=0 if pack is None else pack.has,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 

@@ -9,6 +9,7 @@ into the open slot, clears the next one and sets B = A. So no word is read and w
 programs of one launch, and stream order does the rest: there is no ticket, no fence and no
 atomic on a clean step. A verdict is valid once a copy queued after `close_kernel` has arrived.
 A launch that never ran leaves A = B: the counter stands still and the host sees a step unchecked.
+What the launch packs for the recorder lies in slot (B + 1) % steps of the ring, see `ring_program`.
 
 Bits accumulate by atomic OR; offenders by atomic minimum of `request * ROW_RADIX + row`, so the
 first one does not depend on scheduling. Both are touched only on a hit.

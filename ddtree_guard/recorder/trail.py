@@ -28,6 +28,18 @@ IN_DUMP = 512  # trails of a dump, the most recent ones
 
 
 @dataclass(slots=True)
+class _Steady:
+    """Steps of one width in a row for the same requests, not yet in their trails."""
+
+    rids: tuple[str, ...] = ()
+    w: int = 0
+    trails: Sequence[Trail] = ()
+    steps: int = 0
+    checked: int = 0
+    last: float = 0.0
+
+
+@dataclass(slots=True)
 class _Live:
     """A request in memory: its trail, and the run of one token that it is in."""
 
@@ -56,6 +68,7 @@ class Trails:
         self.clock = clock
         self.lost = 0
         self._live: dict[str, _Live] = {}
+        self._steady = _Steady()
         self._waiting: list[Trail] = []  # pushed out, to be written by the next sweep
         self._lock = threading.Lock()
         self._began: float | None = None
@@ -65,7 +78,9 @@ class Trails:
 
     def get(self, rid: str) -> Trail | None:
         """The trail of a request that is in memory."""
-        live = self._live.get(rid)
+        with self._lock:
+            self._settle()
+            live = self._live.get(rid)
         return None if live is None else live.trail
 
     def _entry(self, rid: str) -> _Live:
@@ -74,6 +89,7 @@ class Trails:
 
     def _new(self, rid: str) -> _Live:
         if len(self._live) >= self.keep:  # one that goes on begins anew; its parts add up
+            self._settle()
             self._waiting.append(self._live.pop(next(iter(self._live))).trail)
             self.lost += len(self._waiting) > self.keep
             del self._waiting[: -self.keep]
@@ -82,14 +98,24 @@ class Trails:
 
     def ran(self, rids: Sequence[str], w: int, checked: bool) -> None:
         """A verify step of width w ran for these requests."""
-        now, known = self.clock(), self._live.get
         with self._lock:
-            for rid in rids:
-                trail = (known(rid) or self._new(rid)).trail
-                trail.steps += 1
-                trail.checked += checked
-                trail.widths[w] = trail.widths.get(w, 0) + 1
-                trail.last = now
+            steady = self._steady
+            if w != steady.w or rids != steady.rids:
+                self._settle()
+                trails = [self._entry(rid).trail for rid in rids]
+                steady = self._steady = _Steady(tuple(rids), w, trails)
+            steady.steps += 1
+            steady.checked += checked
+            steady.last = self.clock()
+
+    def _settle(self) -> None:
+        """Add the steps of the batch that runs to its trails; the next one looks them up again."""
+        steady, self._steady = self._steady, _Steady()
+        for trail in steady.trails if steady.steps else ():
+            trail.steps += steady.steps
+            trail.checked += steady.checked
+            trail.widths[steady.w] = trail.widths.get(steady.w, 0) + steady.steps
+            trail.last = steady.last
 
     def hit(self, rids: Sequence[str], rule: str) -> None:
         """A rule was broken in a step of these requests."""
@@ -126,6 +152,7 @@ class Trails:
     def recent(self, count: int = IN_DUMP) -> list[dict[str, Any]]:
         """The JSON forms of the requests that were active last, newest first."""
         with self._lock:
+            self._settle()
             kept = sorted((live.trail for live in self._live.values()), key=lambda t: -t.last)
             return [trail.as_json() for trail in kept[:count]]
 
@@ -133,6 +160,7 @@ class Trails:
         """Write and forget the requests that have been idle for `idle_s` seconds. Returns them."""
         limit = self.clock() - idle_s
         with self._lock:
+            self._settle()
             idle = [rid for rid, live in self._live.items() if live.trail.last <= limit]
             gone = self._waiting + [self._live.pop(rid).trail for rid in idle]
             self._waiting = []

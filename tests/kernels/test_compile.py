@@ -16,18 +16,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ddtree_guard.attention.shadow import prefix_kernel, shadow_kernel
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
-from ddtree_guard.device.pack import pack_kernel
 from ddtree_guard.device import kernel as device
 from ddtree_guard.device.protocol import HAS_BITS
+from ddtree_guard.device.ring_program import PACKED
 from ddtree_guard.device.tree import parents_kernel
 
 OTHERS = {"logp_ptr": "*fp32", "lens_ptr": "*i64", "mask_ptr": "*u8", "buffers_ptr": "*u64"}
 OTHERS |= {"child": "*i64", "sibling": "*i64", "parents": "*i32", "depths": "*i32"}
-WORDS = ("state", "ring", "lens", "qo", "kv", "mi", "sizes", "tokens", "positions", "slots")
-OTHERS |= {"numel": "i64", "mask": "*u8", **dict.fromkeys(WORDS, "*i64")}
 NUMBERS = device.VERIFY_ARGS[device.VERIFY_ARGS.index("lanes"):]
 CHECKED = dict.fromkeys(device.VERIFY_ARGS, "*i64") | dict.fromkeys(NUMBERS, "i32")
-CHECKED |= dict.fromkeys(NUMBERS[NUMBERS.index("len_max"):], "i64") | {"mask": "*u8", "kv": "*i32"}
+CHECKED |= dict.fromkeys(NUMBERS[NUMBERS.index("len_max"):NUMBERS.index("ring")], "i64")
+CHECKED |= {"mask": "*u8", "kv": "*i32", "ring": "*i64"}
 TILE = {"LANES": 32, "BITS": 8, "ROWS": 16, "DEEP": 4, "COLS": 4, "WARPS": 4}
 TILE["WIDE"] = 1024
 EVERYTHING = sum(HAS_BITS.values()) - HAS_BITS["outcome"]
@@ -48,8 +47,9 @@ build(verify_kernel._walk_kernel, {"PADDED": 32, "COLUMNS": 8})
 build(verify_kernel._move_kernel, {"COLUMNS": 8, "TILE": 1024})
 build(parents_kernel, {"W": 16, "ROUNDS": 4, "ROWS": 16})
 build(parents_kernel, {"W": 2048, "ROUNDS": 11, "ROWS": 16})
-build(pack_kernel, {"HAS": 1023, "ROWS": 16, "LANES": 64}, num_warps=4)
-build(device.verify_kernel, {"HAS": EVERYTHING, **TILE}, CHECKED, num_warps=4, maxnreg=64)
+for pack in (0, sum(PACKED.values())):
+    constants = {"HAS": EVERYTHING, "RING": pack, **TILE}
+    build(device.verify_kernel, constants, CHECKED, num_warps=4, maxnreg=64)
 
 OTHERS |= {f"{name}_ptr": "*bf16" for name in "qokv"} | {"scale": "fp32", "errors_ptr": "*i32"}
 OTHERS |= {"slots_ptr": "*i32", "loc_ptr": "*i64", "parents_ptr": "*i32", "length_ptr": "*i64"}

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import jsonschema
@@ -153,3 +155,44 @@ def test_parts_add_up() -> None:
     assert (whole.rules, whole.widths, whole.accept) == (
         {"W3": 2, "M2": 1}, {17: 3, 9: 2}, {2: 4},
     )  # fmt: skip
+
+
+def test_batches_that_go_on_and_change_are_counted_step_by_step() -> None:
+    rng = random.Random(7)
+    now = [0.0]
+    trails = Trails(clock=lambda: now[0])
+    steps: Counter[str] = Counter()
+    checked: Counter[str] = Counter()
+    widths: dict[str, Counter[int]] = defaultdict(Counter)
+    last: dict[str, float] = {}
+    rids, w = ("a", "b"), 17
+    for n in range(600):
+        now[0] = float(n)
+        if rng.random() < 0.1:
+            rids = tuple(rng.sample("abcdef", rng.randint(0, 4)))
+        if rng.random() < 0.05:
+            w = rng.choice((8, 17, 65))
+        good = rng.random() < 0.8
+        trails.ran(list(rids) if n % 7 == 0 else rids, w, good)
+        for rid in rids:
+            steps[rid] += 1
+            checked[rid] += good
+            widths[rid][w] += 1
+            last[rid] = now[0]
+        if rng.random() < 0.2 and last:
+            rid = rng.choice(list(last))
+            trail = trails.get(rid)
+            assert trail is not None
+            assert (trail.steps, trail.checked) == (steps[rid], checked[rid])
+            assert (trail.widths, trail.last) == (dict(widths[rid]), last[rid])
+    assert {t["rid"]: t["steps"] for t in trails.recent()} == dict(steps)
+    gone = trails.sweep(idle_s=0.0)
+    assert {t.rid: (t.steps, t.checked) for t in gone} == {r: (steps[r], checked[r]) for r in last}
+
+
+def test_a_request_that_is_pushed_out_takes_its_steps_along(tmp_path: Path) -> None:
+    trails = Trails(tmp_path, keep=2)
+    for _ in range(3):
+        trails.ran(("a", "b"), 17, True)
+    trails.ran(("c",), 17, True)
+    assert {t.rid: t.steps for t in trails.sweep(idle_s=-1.0)} == {"a": 3, "b": 3, "c": 1}
