@@ -35,6 +35,7 @@ TOOLS = ("guard", "control", "kv_canary", "async_assert")
 CONCURRENCY = (8, 32, 1)  # the ones that matter most first
 MODES = {"guard": "log", "kv_canary": "log", "control": "off"}
 POOL = 24_000  # KV slots: 32 requests with their lookahead, and their prompts in the radix cache
+SIZES = (1, 2, 4, 8, 16, 24, 32)  # captured batch sizes: the less of them, the sooner it starts
 LENGTHS = (32, 512)  # new tokens of a request
 START_S, TOOL_S = 150.0, 30.0  # most seconds until the engines that matter are up; then the others
 GATE, LOW = 0.995, 0.99  # what the median and the interval's lower end must reach
@@ -152,7 +153,7 @@ def cells(options: argparse.Namespace) -> list[Cell]:
     return [
         Cell(
             "NGRAM", tool=tool, shape=options.shape, w=options.w[at], max_running=32, pool=POOL,
-            asked=True, gpu=gpus[at % len(gpus)], cpus=tuple(groups[at % len(gpus)]),
+            sizes=SIZES, asked=True, gpu=gpus[at % len(gpus)], cpus=tuple(groups[at % len(gpus)]),
         )
         for tool, at in wanted if tool in ("off", *options.tools)
     ]  # fmt: skip

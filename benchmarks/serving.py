@@ -43,7 +43,8 @@ class Cell:
     """One engine. `tool` is off, guard, control (a second off), kv_canary or async_assert; `w` the
     verify width. `site` is a folder with another SGLang than the interpreter's, put first on the
     path; `release` names it. `gpu` and `cpus` are what its processes may use; all that there is by
-    default. `pool` is the number of KV slots; `asked` lets the probe write only when it is asked.
+    default. `pool` is the number of KV slots, `sizes` the captured batch sizes; `asked` lets the
+    probe write only when it is asked.
     """
 
     algorithm: str
@@ -63,6 +64,7 @@ class Cell:
     gpu: str = ""
     cpus: tuple[int, ...] = ()
     pool: int = 0
+    sizes: tuple[int, ...] = ()
     asked: bool = False
     folder: str = "/tmp/ddtree-guard-bench"
 
@@ -139,6 +141,8 @@ def engine_options(cell: Cell, models: dict[str, Path]) -> dict[str, Any]:
         "disable_overlap_schedule": not cell.overlap, "disable_prefill_cuda_graph": True,
         "sleep_on_idle": True,  # other engines on the machine keep their cores
     }  # fmt: skip
+    if cell.sizes:
+        options["cuda_graph_bs_decode"] = list(cell.sizes)
     if cell.algorithm == "NGRAM":
         options |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": cell.w}
     elif cell.algorithm in ("DFLASH", "DDTREE"):

@@ -288,7 +288,8 @@ def run(
                   if row["cell"].rpartition("-")[0] == name and not _hit(row)}  # fmt: skip
         old = [c for c in chosen if c.name in again
                and (not _current(again[c.name]) or c.name in missed)]  # fmt: skip
-        missing += sorted(old, key=lambda c: "guard" in again[c.name])  # the oldest first
+        # what was missed first, then the oldest
+        missing += sorted(old, key=lambda c: (c.name not in missed, "guard" in again[c.name]))
     with ThreadPoolExecutor(options.parallel) as pool:
         list(pool.map(one, missing))
     results.save()

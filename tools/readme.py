@@ -117,7 +117,11 @@ def planted() -> str:
         verdicts = [row["plant_verdict"] for row in rows]
         names = [
             row["planted"]["rule"]
-            + (f" (as {found})" if (found := v["found_as"]) != row["planted"]["rule"] else "")
+            + (
+                f" (as {found})"
+                if (found := v["found_as"] or "nothing") != row["planted"]["rule"]
+                else ""
+            )
             for row, v in zip(rows, verdicts, strict=True)
         ]
         lines.append([
