@@ -39,7 +39,7 @@ TWO = (
 )  # fmt: skip
 NEWLINE, SPACE = 10, 32
 CONTEXT = 2048  # of the tiny model
-VOCAB, STRIDE = 290, 3  # of the shuffled model: token t becomes STRIDE * t modulo VOCAB
+VOCAB, STRIDE = 290, 7  # of the shuffled model: token t becomes STRIDE * t modulo VOCAB
 
 
 def shuffle(model: Path, out: Path) -> Path:

@@ -96,7 +96,8 @@ def watched(setup: Setup, folder: Path) -> dict[str, Any]:
     live = json.loads(live_file(setup, folder).read_text())
     log = (folder / f"{setup.name}.log").read_text(errors="replace").splitlines()
     lines = [found for line in log if LINE in line and (found := parse_line(line))]
-    boot = [line for line in log if "ddtree_guard armed=" in line]
+    lines = [{name: line[name] for name in line if name != "dump"} for line in lines]
+    boot = [line.partition(" dumps=")[0] for line in log if "ddtree_guard armed=" in line]
     row: dict[str, Any] = {
         "budget": setup.budget, "graphs": setup.graphs, "overlap": setup.overlap,
         "block": setup.block, "depth": setup.depth, "boot": boot[:1],

@@ -85,8 +85,9 @@ def _query_offset(step: Step, at: int, around: list[int]) -> Finding:
 def kv_offset_gap(step: Step) -> Finding | None:
     """KV offsets step by the committed length of each request, and the lengths are possible.
 
-    Holds when: `0 <= s_i <= C`, `kv_indptr[0] = 0` and `kv_indptr[i+1] - kv_indptr[i] = s_i`
-    (`s_i + w` where the kernel's KV range counts the draft; `min(s_i, W)` under a sliding window).
+    Holds when: `0 <= s_i <= C + w` (a step may run ahead of the one that ends the request),
+    `kv_indptr[0] = 0` and `kv_indptr[i+1] - kv_indptr[i] = s_i` (`s_i + w` where the kernel's KV
+    range counts the draft; `min(s_i, W)` under a sliding window).
     Breaks as: request i reads keys of request i-1, or misses the end of its own prefix.
     Usual cause: offsets of an earlier batch, a length taken from an optimistic mirror, or element 0
     of a persistent buffer that was never written.
@@ -94,8 +95,7 @@ def kv_offset_gap(step: Step) -> Finding | None:
     """
     w, lanes = sizes_of_batch(step)
     lens, actual = ints(step, "layout.prefix_lens"), ints(step, "layout.kv_indptr")
-    context = step.limits.context
-    most = MAX_LEN if context is None else min(context, MAX_LEN)
+    most = min(MAX_LEN if step.limits.context is None else step.limits.context + w, MAX_LEN)
     bad = first((lens < 0) | (lens > most))
     if bad is not None:
         return _impossible_length(bad, int(lens[bad]), most)

@@ -173,6 +173,19 @@ def test_every_fault_has_a_row_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
                for why in ddtree_watch.ABSENT.values())  # fmt: skip
 
 
+def test_the_results_hold_every_fault() -> None:
+    from ddtree_guard.testing.faults import FAULTS
+
+    rows = json.loads((BENCHMARKS / "results" / "ddtree_watch.json").read_text())["rows"]
+    assert {row["graphs"] for row in rows} == {True, False}
+    for row in rows:
+        assert {*row["planted"], *row["absent"]} == set(FAULTS)
+        assert "not reached" not in row["absent"].values()
+        missed = [rule for rule, plan in row["planted"].items()
+                  if not (plan["found"] and plan["tokens_left"] is False)]  # fmt: skip
+        assert missed == ([] if row["graphs"] else ["M9"])  # an eager mask lies in a longer buffer
+
+
 def test_a_shuffled_model_says_the_same_in_other_numbers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

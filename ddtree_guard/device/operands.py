@@ -84,6 +84,11 @@ class Shape:
     window: bool = False
     depth: Depth = Depth.FAST
 
+    @property
+    def longest(self) -> int | None:
+        """Most committed tokens that a step starts from: one that runs ahead may be beyond C."""
+        return None if self.context is None else self.context + self.w
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -189,7 +194,7 @@ def verify_operands(
     numbers = (
         shape.lanes, shape.w, shape.sections, _limit(shape.depth_max),
         shape.w if contract.kv_includes_draft else 0, _PAD_ROWS[contract.pad_rows],
-        bit_set(rules), *seen, _limit(shape.context), _limit(shape.vocab, 2**62),
+        bit_set(rules), *seen, _limit(shape.longest), _limit(shape.vocab, 2**62),
         _limit(shape.pool, 2**62), shape.reserved, 0 if mask is None else mask.numel(),
         0 if kvi is None else kvi.numel(), pads.get("layout.prefix_lens", 0),
         pads.get("positions.values", 0), pads.get("slots.out_cache_loc", shape.reserved),

@@ -156,9 +156,11 @@ def test_w2_keys_are_clipped_to_the_window() -> None:
     assert (finding.request, finding.expected, finding.actual) == (0, "20", "37")
 
 
-def test_w2_a_length_beyond_the_context_is_impossible() -> None:
-    assert judge("W2", sound_step().replace(limits__context=50)) is None
-    assert found("W2", sound_step().replace(limits__context=49)).request == 2
+def test_w2_a_length_beyond_what_a_step_ahead_can_reach_is_impossible() -> None:
+    """The longest request has 50 tokens. A step that runs ahead may start up to w rows beyond C."""
+    step = sound_step()
+    assert judge("W2", step.replace(limits__context=50 - step.w)) is None
+    assert found("W2", step.replace(limits__context=49 - step.w)).request == 2
 
 
 def test_w4_skipped_columns_belong_to_the_row() -> None:
