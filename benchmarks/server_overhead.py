@@ -3,13 +3,15 @@
     python benchmarks/server_overhead.py --w 64,8 --seconds 280 [--gpus 0,1] [--tools guard,control]
 
 For each width an engine without a guard and one with it are resident on one GPU, with the same
-processors. A block is the same requests on one engine; a round is one block on each of the two, and
-rounds alternate which goes first. One ratio comes from two neighbouring rounds (four blocks, each
-engine once first), so that drift and order fall out; the interval is a bootstrap over those. The
-engine that waits sleeps. A third engine at the first width, `control`, has no guard either: its
-ratio is what the method says of nothing. SGLang's own tools are measured at the last width, in
-fewer rounds. With two GPUs the widths are measured at the same time, each on its own GPU with half
-of the processors. The result file is rewritten every few seconds; rows of other widths stay.
+processors. A block is the same requests on one engine; a round is one block on each of the two,
+and rounds alternate which goes first. One ratio comes from two neighbouring rounds (four blocks,
+each engine once first), so that drift and order fall out; the interval is a bootstrap over those.
+The engine that waits sleeps. `ratio_to_off` is of tokens per second over whole blocks,
+`step_to_off` of the median time between two steps, which a pause of the host does not move. A
+third engine at the first width, `control`, has no guard either: its ratio is what the method says
+of nothing. SGLang's own tools are measured at the last width, in fewer rounds. With two GPUs the
+widths are measured at the same time, each on its own GPU with half of the processors. The result
+file is rewritten every few seconds; rows of other widths stay.
 """
 
 from __future__ import annotations
@@ -94,14 +96,17 @@ class Bench:
         held.append((found["off"], found[tool]))
 
     def settle(self, case: Case, block_s: float) -> None:
-        """Blocks that are not measured: lengths, radix cache, n-grams, clocks."""
+        """Blocks that are not measured: lengths, radix cache, n-grams, clocks; and each engine told
+        once, as SGLang offers it, that what it holds is no garbage.
+        """
         if not case.length:
             case.length = LENGTHS[0]
             self.block("off", case)
             speed = self.block("off", case)["tokens_per_s"] / case.concurrency
             case.length = min(max(LENGTHS[0], round(block_s * speed)), LENGTHS[1])
-            for tool in self.children:
+            for tool, child in self.children.items():
                 self.block(tool, case)
+                child.ask(60, do="settled")
         for tool in self.children:
             self.block(tool, case)
 
@@ -122,6 +127,8 @@ def summary(tool: str, w: int, case: Case, facts: dict[str, Any]) -> dict[str, A
     ratios = [one["tokens_per_s"] / off["tokens_per_s"] for off, one in rounds]
     pairs = paired(ratios) if tool != "off" else [1.0]
     low, high = interval(pairs) if len(pairs) > 1 else (None, None)
+    step = paired([off["step_s"] / one["step_s"] for off, one in rounds])
+    step_low, step_high = interval(step) if len(step) > 1 else (None, None)
     steps, tokens = (sum(one[name] for one in mine) for name in ("steps", "tokens"))
     p99 = percentile([gap for one in mine for gap in one["gaps"]], 0.99)
     return {
@@ -130,6 +137,9 @@ def summary(tool: str, w: int, case: Case, facts: dict[str, Any]) -> dict[str, A
         "tokens_per_s": round(statistics.median(one["tokens_per_s"] for one in mine), 1),
         "ratio_to_off": round(statistics.median(pairs), 4),
         "ratio_low": low and round(low, 4), "ratio_high": high and round(high, 4),
+        "step_ms": round(1000 * statistics.median(one["step_s"] for one in mine), 4),
+        "step_to_off": round(statistics.median(step), 4),
+        "step_low": step_low and round(step_low, 4), "step_high": step_high and round(step_high, 4),
         "accept_length": round(tokens / steps, 4) if steps else None,
         "steps_to_off": steps_to_off(rounds) if tool != "off" else 1.0,
         "p99_ms": None if p99 is None else round(1000 * p99, 3),

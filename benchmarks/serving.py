@@ -14,6 +14,7 @@ import math
 import os
 import queue
 import random
+import statistics
 import subprocess
 import sys
 import threading
@@ -366,7 +367,8 @@ async def block(engine: Any, concurrency: int, length: int, warm_s: float = 0.1)
     They are sent as one batch, so that the scheduler takes them in one step; the prompts are the
     same in every block, so that after the first one their KV lies in the radix cache and n-grams
     draft the same: blocks differ in time alone. Returns tokens_per_s, tokens, steps (verify steps,
-    summed over requests) and gaps: seconds between chunks of a stream, by the token.
+    summed over requests), step_s (the median between two chunks of a stream: one step) and gaps:
+    seconds between chunks, by the token.
     """
     rng = random.Random(concurrency)
     prompts = [tokens(rng, 64) for _ in range(concurrency)]
@@ -376,14 +378,18 @@ async def block(engine: Any, concurrency: int, length: int, warm_s: float = 0.1)
         await _stream(engine, prompts, 16)
     begun = time.perf_counter()
     made, steps, gaps = await _stream(engine, prompts, length)
-    return {"tokens_per_s": made / (time.perf_counter() - begun), "tokens": made, "steps": steps,
-            "gaps": [round(gap, 6) for gap in gaps]}  # fmt: skip
+    took = time.perf_counter() - begun
+    return {
+        "tokens_per_s": made / took, "tokens": made, "steps": steps,
+        "step_s": statistics.median(gap for gap, _ in gaps) if gaps else took,
+        "gaps": [round(gap / fresh, 6) for gap, fresh in gaps],
+    }  # fmt: skip
 
 
-async def _stream(engine: Any, prompts: list[Any], length: int) -> tuple[int, int, list[float]]:
-    """New tokens, verify steps, and seconds a token between the chunks of each stream."""
+async def _stream(engine: Any, prompts: list[Any], length: int) -> tuple[int, int, list[Any]]:
+    """New tokens, verify steps, and per chunk of each stream (seconds since the last, tokens)."""
     last, seen, steps = {}, dict.fromkeys(range(len(prompts)), 0), {}
-    gaps: list[float] = []
+    gaps: list[tuple[float, int]] = []
     chunks = await engine.async_generate(
         input_ids=prompts, sampling_params=_greedy(length), stream=True
     )
@@ -391,7 +397,7 @@ async def _stream(engine: Any, prompts: list[Any], length: int) -> tuple[int, in
         now, at, meta = time.perf_counter(), chunk["index"], chunk["meta_info"]
         fresh = meta["completion_tokens"] - seen[at]
         if at in last and fresh > 0:
-            gaps.append((now - last[at]) / fresh)
+            gaps.append((now - last[at], fresh))
         last[at], steps[at] = now, meta.get("spec_verify_ct", 0)
         seen[at] += fresh
     return sum(seen.values()), sum(steps.values()), gaps
@@ -426,6 +432,9 @@ def _obey(engine: Any, loop: Any, command: dict[str, Any], vocab: int) -> dict[s
         seconds = command.pop("seconds")
         load = Load(vocab=vocab, **command)
         return dict(loop.run_until_complete(soak(engine, load, seconds)))
+    if what == "settled":  # what lives now is no garbage: fewer pauses
+        engine.freeze_gc()
+        return {"frozen": True}
     if what == "block":
         return dict(loop.run_until_complete(block(engine, **command)))
     raise ValueError(f"unknown command {what}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -177,6 +178,11 @@ def _name(suffix: str, prefix: str = PREFIX) -> str:
     return f"{prefix}_{suffix}" if suffix else prefix
 
 
+def _words(kind: type[Enum]) -> str:
+    """`log style` for LogStyle."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower()
+
+
 def _choice(env: Mapping[str, str], suffix: str, kind: type[E_], default: E_) -> E_:
     value = env.get(_name(suffix), "").strip().lower()
     if not value:
@@ -186,9 +192,7 @@ def _choice(env: Mapping[str, str], suffix: str, kind: type[E_], default: E_) ->
     except ValueError:
         right = ", ".join(str(member.value) for member in kind)
         shown = f"{_name(suffix)}={_clipped(value)}"
-        raise UsageError(
-            f"{shown} is not a {kind.__name__.lower()}. Use one of: {right}."
-        ) from None
+        raise UsageError(f"{shown} is not a {_words(kind)}. Use one of: {right}.") from None
 
 
 def _switch(env: Mapping[str, str], suffix: str, default: bool, prefix: str = PREFIX) -> bool:

@@ -25,6 +25,14 @@ class DumpError(GuardError):
     exit_code = 4
 
 
+def not_yours(path: object) -> str:
+    """What to say of a dump or a folder of dumps that belongs to another user."""
+    return (
+        f"{str(path)!r} cannot be read by this user: dumps are their server's alone; run this as "
+        "the user of the server, or copy them with its rights."
+    )
+
+
 class Violation(GuardError):
     """Raised in `raise` mode, carrying the finding's text."""
 

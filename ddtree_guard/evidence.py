@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddtree_guard.errors import DumpError
+from ddtree_guard.errors import DumpError, not_yours
 
 SCHEMA = "ddtree-guard-evidence/1"
 FENCE = "fence"  # file in the folder of dumps: a token that every process answers
@@ -129,6 +129,8 @@ def _files(root: Path) -> Iterable[Path]:
         for folder in folders:
             with os.scandir(folder) as entries:
                 found += [folder / e.name for e in entries if FILE.fullmatch(e.name)]
+    except PermissionError as error:
+        raise DumpError(not_yours(error.filename or root)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise DumpError(

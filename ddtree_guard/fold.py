@@ -11,7 +11,8 @@ from typing import TextIO
 
 WIDTH, LEAST = 100, 60  # columns where the output is no terminal, and the fewest that are used
 _HELD = "\0"  # a blank at which no line is broken; `render.plain` leaves no such character
-_TO_COPY = re.compile(r"`[^`]{1,50}`")
+_TO_COPY = re.compile(r"`[^`]{1,50}`|\bddtree-guard [a-z-]+ [A-Z]+\d+\b")
+_COMMAND = re.compile(r"\s*(next: )?ddtree-guard ", re.IGNORECASE)  # a line to copy: left as it is
 _COMMANDS = ("::", "##[")  # what a CI runner obeys at the start of any line
 
 
@@ -37,7 +38,7 @@ def say(text: str, file: TextIO | None = None, hang: int = 2) -> None:
 
 
 def _folded(line: str, width: int, hang: int) -> list[str]:
-    if len(line) <= width:
+    if len(line) <= width or _COMMAND.match(line):
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + hang)
     whole = _TO_COPY.sub(lambda found: found[0].replace(" ", _HELD), line)

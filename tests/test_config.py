@@ -141,3 +141,8 @@ def test_only_config_reads_the_environment() -> None:
             if named and isinstance(node.value, ast.Name) and node.value.id == "os":
                 readers.add(path.relative_to(root).as_posix())
     assert readers <= {"config.py"}
+
+
+def test_the_kind_of_a_setting_is_said_in_words() -> None:
+    with pytest.raises(UsageError, match="LOG=x is not a log style"):
+        Config.from_env({"SGLANG_DDTREE_GUARD_LOG": "x"})

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_guard import render
+from ddtree_guard import recorder, render
 from ddtree_guard.cli import build_parser
 from ddtree_guard.config import PREFIX, TREE_PREFIX, VARIABLES, Config, Mode
-from ddtree_guard.hooks import fuses, journal, ranks, taint
+from ddtree_guard.evidence import MAX_BYTES
+from ddtree_guard.hooks import evidence, flight, fuses, journal, ranks, taint
 from ddtree_guard.hooks.boot import Boot
 from ddtree_guard.metrics import exported
+from ddtree_guard.recorder import heuristics
 from ddtree_guard.runbook import GENERAL, Cure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -208,6 +210,7 @@ def test_every_reason_for_not_guarded_exists() -> None:
 
 def test_the_numbers_are_those_of_the_code() -> None:
     text = " ".join(GUIDE.split())
+    assert recorder.LONGEST_S == 3600
     for said in (
         f"remembers {taint.KEPT} sources",
         f"at most every {journal.EVERY_S:.0f} s",
@@ -215,5 +218,13 @@ def test_the_numbers_are_those_of_the_code() -> None:
         f"failed {fuses.LIMIT} times",
         f"`SGLANG_DDTREE_GUARD_DUMP_MAX_MB` ({Config().dump_max_mb})",
         f"`SGLANG_DDTREE_GUARD_DUMP_KEEP` ({Config().dump_keep})",
+        f"(`SGLANG_DDTREE_GUARD_RING_STEPS`, {Config().ring_steps})",
+        f"twice within {recorder.QUIET_S:.0f} s",
+        f"dumped again after {recorder.QUIET_S:.0f} s, 1 min,",
+        "at most every hour",
+        f"{heuristics.RUN} equal tokens in a row",
+        f"for the newest {evidence.SPARED}",
+        f"It failed {flight.LIMIT} times",
+        f"at most {MAX_BYTES >> 20} MiB. [ci-report]",
     ):
         assert said in text

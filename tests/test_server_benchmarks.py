@@ -41,6 +41,8 @@ class Engine:
             return chunks()
         await asyncio.sleep(0.001)
         return {"output_ids": [1] * count}
+    def freeze_gc(self):
+        pass
     def shutdown(self):
         pass
 """
@@ -285,7 +287,8 @@ def test_rounds_take_turns_and_pairs_cancel_who_goes_first() -> None:
         def ask(self, wait_s: float, **command: Any) -> dict[str, Any]:
             asked.append(self.name)
             speed = 100.0 if len(asked) % 2 else 110.0  # whoever goes second is faster
-            return {"tokens_per_s": speed, "steps": 5, "tokens": 20, "gaps": [0.001]}
+            made = {"steps": 5, "tokens": 20, "gaps": [0.001], "step_s": 1 / speed}
+            return {"tokens_per_s": speed, **made}
 
     case = overhead.Case(8, 32)
     bench = overhead.Bench(8, {"off": Engine("off"), "guard": Engine("guard")}, {}, [case])
@@ -296,6 +299,7 @@ def test_rounds_take_turns_and_pairs_cancel_who_goes_first() -> None:
     assert row["ratios"][:2] == [1.1, 0.9091]
     assert (row["ratio_to_off"], row["ratio_low"], row["ratio_high"]) == (1.0, 1.0, 1.0)
     assert (row["blocks"], row["pairs"], row["p99_ms"]) == (6, 3, 1.0)
+    assert (row["step_to_off"], row["step_low"], row["step_high"]) == (1.0, 1.0, 1.0)
 
 
 def test_a_fault_in_one_lane_is_kept_and_ends_that_lane_only() -> None:

@@ -146,23 +146,23 @@ def server_overhead() -> str:
         row, bare = (by[w, requests, tool] for tool in ("guard", "off"))
         others = (by.get((w, requests, name)) for name in ("control", "kv_canary", "async_assert"))
         lines.append([
-            w, requests, row["blocks"], _ratio(row), *map(_ratio, others),
+            w, requests, row["blocks"], _ratio(row), _ratio(row, "step"), *map(_ratio, others),
             f"{row['p99_ms']:.1f} / {bare['p99_ms']:.1f}",
         ])  # fmt: skip
     head = (
-        "w", "requests", "blocks", "guard, to unguarded (95 %)", "control", "`--kv-canary log`",
-        "async-assert", "p99 ms a token, guard / off",
+        "w", "requests", "blocks", "guard, tokens/s to unguarded (95 %)", "its steps", "control",
+        "`--kv-canary log`", "async-assert", "p99 ms a token, guard / off",
     )  # fmt: skip
     made = table(head, lines)
     return f"{made}\n\n{found['environment']['note']} {_footprint(by)}"
 
 
-def _ratio(row: dict[str, Any] | None) -> str:
-    if row is None:
+def _ratio(row: dict[str, Any] | None, of: str = "ratio") -> str:
+    if row is None or f"{of}_to_off" not in row:
         return "-"
-    if row["ratio_low"] is None:
-        return f"{row['ratio_to_off']:.3f}"
-    return f"{row['ratio_to_off']:.3f} ({row['ratio_low']:.3f}-{row['ratio_high']:.3f})"
+    if row[f"{of}_low"] is None:
+        return f"{row[f'{of}_to_off']:.3f}"
+    return f"{row[f'{of}_to_off']:.3f} ({row[f'{of}_low']:.3f}-{row[f'{of}_high']:.3f})"
 
 
 def _footprint(by: dict[Any, Any]) -> str:

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ddtree_guard.config import Config
@@ -67,7 +68,7 @@ def look(folder: str, rid: str) -> Answer:
 
 
 def _all(folder: str, answer: Answer) -> Iterator[tuple[str, Trail, bool]]:
-    for path in [*find_trails(folder), *find_dumps(folder)]:
+    for path in _paths(folder):
         name = _PROCESS.search(path.name)
         process = name.group(1) if name else path.name
         try:
@@ -81,6 +82,20 @@ def _all(folder: str, answer: Answer) -> Iterator[tuple[str, Trail, bool]]:
             answer.looked += 1
         except DumpError as error:
             answer.refused.append(f"{path.name} was left out: {error}")
+
+
+def _paths(folder: str) -> list[Path]:
+    """Trail files and dumps. Raises DumpError where neither can be looked for."""
+    found: list[Path] = []
+    refused: list[DumpError] = []
+    for look_for in (find_trails, find_dumps):
+        try:
+            found += look_for(folder)
+        except DumpError as error:
+            refused.append(error)
+    if len(refused) == 2:
+        raise refused[0]
+    return found
 
 
 def _unknown(rid: str, folder: str, answer: Answer) -> str:

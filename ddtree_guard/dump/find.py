@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ddtree_guard.dump.rotate import FOLDER
-from ddtree_guard.errors import DumpError
+from ddtree_guard.errors import DumpError, not_yours
 
 MAX_FOUND = 10_000
 _TRAIL = re.compile(r"trail_[A-Za-z0-9.-]+_pid\d+\.jsonl(\.old)?")
@@ -26,8 +26,19 @@ def find_trails(root: Path | str) -> list[Path]:
     return sorted(_find(Path(root), _TRAIL, folders=False))
 
 
-def _find(root: Path, pattern: re.Pattern[str], folders: bool, below: bool = True) -> list[Path]:
+def _find(root: Path, pattern: re.Pattern[str], folders: bool) -> list[Path]:
+    found, denied = _look(root, pattern, folders)
+    if denied and not found:
+        raise DumpError(not_yours(denied[0]))
+    return found
+
+
+def _look(
+    root: Path, pattern: re.Pattern[str], folders: bool, below: bool = True
+) -> tuple[list[Path], list[Path]]:
+    """What fits the pattern, and the folders that are another user's."""
     found: list[Path] = []
+    denied: list[Path] = []
     try:
         with os.scandir(root) as entries:
             for entry in entries:
@@ -35,9 +46,13 @@ def _find(root: Path, pattern: re.Pattern[str], folders: bool, below: bool = Tru
                 if pattern.fullmatch(entry.name) and is_folder == folders:
                     found.append(root / entry.name)
                 elif below and is_folder:
-                    found += _find(root / entry.name, pattern, folders, below=False)
+                    inside, closed = _look(root / entry.name, pattern, folders, below=False)
+                    found += inside
+                    denied += closed
                 if len(found) > MAX_FOUND:
                     raise DumpError(f"{str(root)!r} holds more than {MAX_FOUND} dumps.")
+    except PermissionError:
+        denied.append(root)
     except (OSError, ValueError) as error:
         if below:
             why = getattr(error, "strerror", None) or str(error)
@@ -45,4 +60,4 @@ def _find(root: Path, pattern: re.Pattern[str], folders: bool, below: bool = Tru
                 f"{str(root)!r} is not a folder of dumps ({why}); give the one that "
                 "SGLANG_DDTREE_GUARD_DUMP_DIR names."
             ) from None
-    return found
+    return found, denied

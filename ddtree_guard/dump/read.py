@@ -23,7 +23,7 @@ import numpy as np
 from ddtree_guard.dump import schema
 from ddtree_guard.dump.schema import DTYPES, MANIFEST, decode_finding, decode_step
 from ddtree_guard.dump.trail import TRAIL_SCHEMA, Trail, trail_from_json
-from ddtree_guard.errors import DumpError
+from ddtree_guard.errors import DumpError, not_yours
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
@@ -121,6 +121,8 @@ def _read_file(folder: Path, name: str, limit: int, expected: int | None = None)
     """The bytes of a regular file in the folder, no links followed, size known beforehand."""
     try:
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        raise DumpError(not_yours(folder)) from None
     except (OSError, ValueError) as error:
         raise DumpError(
             f"{str(folder)!r} is not a dump folder ({_reason(error)}); give the folder that holds "
@@ -147,6 +149,8 @@ def _read_file(folder: Path, name: str, limit: int, expected: int | None = None)
             return file.read(status.st_size + 1)[: status.st_size]
     except FileNotFoundError:
         raise DumpError(_missing(folder, name)) from None
+    except PermissionError:
+        raise DumpError(not_yours(folder / name)) from None
     except OSError as error:
         raise DumpError(
             f"{name} of {str(folder)!r} cannot be read ({_reason(error)}); it must be a plain "

@@ -79,7 +79,8 @@ def settings_of(config: pytest.Config) -> Settings:
     try:
         _require_rules(Guard(found.config(Wish(found.mode, found.rules))))
     except UsageError as error:
-        raise pytest.UsageError(f"ddtree_guard: {error}") from None
+        said = str(error).replace(f"{PREFIX}_SHADOW_EVERY", "--ddtree-guard-shadow-every")
+        raise pytest.UsageError(f"ddtree_guard: {said}") from None
     try:
         found.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=found.folder):

@@ -74,7 +74,10 @@ def test_findings_fail_and_the_environment_is_put_back(
         (["--ddtree-guard=warn"], "--ddtree-guard=warn is not a mode. Use one of: off, log, raise"),
         (["--ddtree-guard=log", "--ddtree-guard-rules=W33"], "no rule is called 'W33'"),
         (["--ddtree-guard=log", "--ddtree-guard-rules=-P1@soon"], "ends on 'SOON'"),
-        (["--ddtree-guard=log", "--ddtree-guard-shadow-every=x"], "is not a whole number"),
+        (
+            ["--ddtree-guard=log", "--ddtree-guard-shadow-every=x"],
+            "guard-shadow-every=x is not a whole number",
+        ),
         (["--ddtree-guard-block=two"], "is not a block size"),
     ],
 )
