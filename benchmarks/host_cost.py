@@ -36,7 +36,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddtree_guard.config import Config
-from ddtree_guard.device import edges, kernel, protocol, tree
+from ddtree_guard.device import edges, kernel, launch, protocol, tree
 from ddtree_guard.hooks import arm
 from ddtree_guard.hooks.device_checker import DeviceChecker
 from ddtree_guard.testing.cases import VerifyCase
@@ -63,7 +63,7 @@ class Counting(TorchDispatchMode):
 class Happened:
     """An event of a stream that has nothing to do."""
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         """Nothing to do."""
 
     def query(self) -> bool:
@@ -82,6 +82,8 @@ def no_launches() -> None:
         made.device_caches = {}
         made.warmup = lambda *args, **kwargs: code
     torch._C._cuda_getCurrentRawStream = lambda index: 0
+    launch._raw_stream = torch._C._cuda_getCurrentRawStream
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment]
     DeviceChecker.self_test = lambda self: ""  # type: ignore[method-assign]
 
 
@@ -115,7 +117,7 @@ class Bench:
         guard = server.arm(Config(dump_dir=folder))
         assert guard is not None
         self.guard = guard
-        for n in range(3):  # the first ones are read to the host as well
+        for _ in range(3):  # the first ones are read to the host as well
             server.step()
         assert not guard.fuses.faults, guard.fuses.faults
         self.check = guard.checker.graphs.check  # type: ignore[attr-defined]
@@ -143,15 +145,16 @@ class Bench:
     def commit(self, scheduler: Any, result: Any, batch: Any) -> Any:
         """What SGLang's resolution leaves on the requests."""
         tokens = self.turns[self.steps % 2]
-        for req, row in zip(batch.reqs, tokens):
+        for req, row in zip(batch.reqs, tokens, strict=True):
             req.kv_committed_len += len(row)
         return tokens
 
     def view(self) -> Any:
         """What the graph runner hands to the backend: new views of its buffers in each step."""
         static, bs, w = self.server.static, self.server.case.bs, self.server.case.w
+        mode = static.forward_mode
         return SimpleNamespace(
-            batch_size=bs, forward_mode=static.forward_mode, actual_forward_mode=static.forward_mode,
+            batch_size=bs, forward_mode=mode, actual_forward_mode=mode,
             input_ids=static.input_ids[: bs * w], positions=static.positions[: bs * w],
             req_pool_indices=static.req_pool_indices[:bs], seq_lens=static.seq_lens[:bs],
             seq_lens_sum=None, seq_lens_cpu=static.seq_lens_cpu[:bs], num_padding=0,
@@ -169,7 +172,7 @@ class Bench:
     def sign(self) -> None:
         """What the kernels leave in the verdict of a clean step."""
         self.steps += 1
-        row = self.words[self.steps % protocol.SLOTS]
+        row = self.words[(self.steps - 1) % protocol.SLOTS]
         row[:5] = protocol.MAGIC, self.steps, 0, self.steps, self.server.case.bs
 
     def step(self) -> None:
@@ -186,7 +189,7 @@ class Bench:
         if self.pending is not None:
             self.timed("resolve", self.resolver, None, *self.pending)
         self.timed("stub", self.commit, None, result, batch)
-        for req, row in zip(server.reqs, self.turns[0]):
+        for req, row in zip(server.reqs, self.turns[0], strict=True):
             req.kv_committed_len -= len(row)
         self.pending = (result, batch)
 
@@ -270,8 +273,10 @@ def keep(path: Path, label: str, rows: list[dict[str, Any]]) -> None:
         (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
          if line.startswith("model name")), platform.processor(),
     )  # fmt: skip
-    where = {"cpu": cpu, "processors": os.cpu_count(), "python": platform.python_version(),
-             "torch": torch.__version__, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+    where = {
+        "cpu": cpu, "processors": os.cpu_count(), "python": platform.python_version(),
+        "torch": torch.__version__, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }  # fmt: skip
     result[label] = {"environment": where, "rows": rows}
     path.write_text(json.dumps(result, indent=1) + "\n")
 

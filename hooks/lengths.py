@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,18 +20,29 @@ def kv_length(req: Any) -> int | None:
     return None if value is None else int(value)
 
 
+def kv_lengths(reqs: Sequence[Any]) -> list[int | None]:
+    """`kv_length` of each request. All of one release keep it in the same place."""
+    try:
+        found = [req.kv_committed_len for req in reqs]
+    except AttributeError:
+        return [kv_length(req) for req in reqs]
+    return [kv_length(req) for req in reqs] if None in found else found
+
+
 def drifted(record: Record, tokens: Sequence[Any], rank: str) -> Step | None:
     """The step with its length changes where they are not the kept tokens; None where they are.
 
     `record.kv_before` holds the lengths before SGLang committed; `tokens` the tokens that it kept.
     """
-    after = [kv_length(req) for req in record.reqs]
-    if len(tokens) != len(after) or None in (*record.kv_before, *after):
+    before, after = record.kv_before, kv_lengths(record.reqs)
+    if len(tokens) != len(after) or None in before or None in after:
         return None
-    kept = [len(row) for row in tokens]
+    kept = list(map(len, tokens))
+    if list(map(operator.sub, after, before)) == kept:
+        return None  # nearly always, and then nobody need be asked whether it is gone
     grown = [
         now - was if now is not None and was is not None and not _gone(req) else count
-        for req, now, was, count in zip(record.reqs, after, record.kv_before, kept, strict=True)
+        for req, now, was, count in zip(record.reqs, after, before, kept, strict=True)
     ]
     if grown == kept:
         return None
