@@ -311,6 +311,7 @@ def _trees(lanes: int, w: int, batch: Any, chain: bool) -> dict[str, Any]:
         "sizes": torch.full((lanes,), w, dtype=torch.int32, device=device),
         "chain": chain,
         "parents_of": ParentsOf(parents, depths),
+        "live": {},  # the rows of live requests, by their number
     }
 
 
@@ -319,12 +320,19 @@ def _fill(trees: dict[str, Any], view: View) -> None:
     if trees["chain"]:
         return
     spec, bs = view.batch.spec_info, view.bs
-    parents, depths = trees["parents"], trees["depths"]
-    w = parents.shape[1]
     if getattr(spec, "parents", None) is not None:
-        parents[:bs].copy_(spec.parents.view(bs, w))
-        depths[:bs].copy_(spec.depths.view(bs, w))
-        trees["sizes"][:bs].copy_(spec.tree_sizes)
+        targets = trees["live"].get(bs)
+        if targets is None:
+            targets = [trees[name][:bs] for name in ("parents", "depths", "sizes")]
+            trees["live"][bs] = targets
+        given = (spec.parents, spec.depths, spec.tree_sizes)
+        torch._foreach_copy_(
+            targets,
+            [
+                tensor if tensor.shape == target.shape else tensor.view(target.shape)
+                for tensor, target in zip(given, targets, strict=True)
+            ],
+        )
         return
     child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
     if child is None or sibling is None:
