@@ -84,6 +84,7 @@ class Bench:
         assert not guard.fuses.faults, guard.fuses.faults
         self.check = guard.checker.graphs.check  # type: ignore[attr-defined]
         on_stream(self.check)
+        self.slots = self.check.slots.numpy()
         self.check.reset()
         guard.checker._closed = guard.checker._runs = 0  # type: ignore[attr-defined]
         self.walk = server.model_worker.server._walk(
@@ -140,7 +141,7 @@ class Bench:
         self.timed("build", self.replay, server.backend, view)
         self.timed("walk", self.sample, server.spec, batch, None)
         self.steps += 1
-        sign(self.check, self.steps, server.case.bs)
+        sign(self.slots, self.steps, server.case.bs)
         self.timed("end", self.guard.end, result)
         if self.pending is not None:
             self.timed("resolve", self.resolver, None, *self.pending)

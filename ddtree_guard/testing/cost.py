@@ -85,7 +85,8 @@ def on_stream(check: launch.DeviceCheck) -> None:
     check._cuda, check._arrived = True, [Happened() for _ in range(launch.RING)]  # type: ignore[misc]
 
 
-def sign(check: launch.DeviceCheck, step: int, live: int) -> None:
-    """What the kernels leave in the verdict of a clean step; `step` counts from 1."""
-    row = check.slots.numpy()[(step - 1) % protocol.SLOTS]
-    row[:5] = protocol.MAGIC, step, 0, step, live
+def sign(slots: Any, step: int, live: int) -> None:
+    """What the kernels leave of a clean step in `slots`, the verdict as an array; `step` counts
+    from 1.
+    """
+    slots[(step - 1) % protocol.SLOTS, :5] = protocol.MAGIC, step, 0, step, live
