@@ -46,7 +46,6 @@ ABSENT = {
     "W4": _OWN + "the Triton backend's mask is flat and has no row stride",
     "T5": _BLIND + "the drafter's favourites are not in the step; the search puts them first",
     "P2": _BLIND + "the target's rope table is not read from a live runner",
-    "K6": _BLIND + "the allocator's books are not read; SGLang counts its pool when it idles",
     "K9": _OWN + "DDTREE refuses KV pages of more than one token",
     "K10": _OWN + "DDTREE refuses models with a sliding window",
     "G2": _BLIND + "SGLang stamps no generation on a graph's inputs",

@@ -42,15 +42,17 @@ def short_buffer(step: Step) -> Finding | None:
     needs=("slots.page_size", "slots.allocated"),
 )  # fmt: skip
 def unaccounted_slots(step: Step) -> Finding | None:
-    """Every KV slot is either held or free, in whole pages.
+    """Every KV slot is either held or free, in whole pages, and held in its request's row.
 
-    Holds when: `allocated[i] % P = 0` and `allocated[i] = owned pages * P`; after a commit
-    `kept + freed = bs*w`; when idle `owned + free = N`, the reserved page counted as owned.
+    Holds when: `allocated[i] % P = 0`, `allocated[i] = owned pages * P` and `allocated[i] <= R`,
+    the columns of a row; after a commit `kept + freed = bs*w`; when idle `owned + free = N`, the
+    reserved page counted as owned.
     Breaks as: the pool shrinks over hours until requests are refused, or one page is freed twice
-    and two requests write it.
-    Usual cause: a length recorded in tokens while slots are handed out in pages, or rejected rows
-    that are never freed.
-    Seen in: I21, I32.
+    and two requests write it. Beyond its row a request overwrites the slots of the next one, whose
+    text goes wrong.
+    Usual cause: a length recorded in tokens while slots are handed out in pages, rejected rows
+    that are never freed, or more slots reserved near the context limit than a row has room for.
+    Seen in: I21, I32, I51.
     """
     page = int(step.slots.page_size)
     if page < 1:
@@ -61,7 +63,7 @@ def unaccounted_slots(step: Step) -> Finding | None:
     unequal = np.zeros_like(ragged) if owned is None else (allocated // page != owned)
     i = first(ragged | unequal)
     if i is None:
-        return _unbalanced(step)
+        return _beyond_row(step, allocated) or _unbalanced(step)
     value = int(allocated[i])
     text = "a multiple" if owned is None else f"{int(owned[i])} pages = {int(owned[i]) * page}"
     return Finding(
@@ -75,6 +77,23 @@ def unaccounted_slots(step: Step) -> Finding | None:
         cause="the length was recorded in tokens while slots are handed out in pages"
         if ragged[i]
         else "pages were taken or returned without recording it",
+    )
+
+
+def _beyond_row(step: Step, allocated: Any) -> Finding | None:
+    width = step.slots.row_width
+    i = None if width is None else first(allocated > int(width))
+    if i is None or width is None:
+        return None
+    return Finding(
+        headline=f"request {i} holds slots beyond its row",
+        equation=f"allocated[{i}] = {int(allocated[i])}, expected at most R = {int(width)} columns",
+        expected=f"<= {int(width)}",
+        actual=str(int(allocated[i])),
+        request=i,
+        cause="near the context limit more slots are reserved than the row has columns left; the "
+        "rest lies in the row of another request",
+        confidence="very likely",
     )
 
 

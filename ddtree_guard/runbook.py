@@ -66,6 +66,10 @@ class Cure(str, Enum):
     TRITON = "Set --attention-backend triton, which passes the tree mask."
     PAGE = "Set --page-size 1."
     CONTEXT = "Lower --context-length."
+    MARGIN = (
+        "Set --speculative-num-draft-tokens to 8 or less, or let clients stay twice that number "
+        "below the context limit."
+    )
     FEWER = "Lower --max-running-requests: fewer requests share a step."
     COUNTS = (
         "Set --speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens "
@@ -154,7 +158,7 @@ ADVICE: Mapping[str, Advice] = {
     "K3": _memory(Cure.SERIAL),
     "K4": _text(Cure.EAGER, Cure.PAGE),
     "K5": _memory(Cure.CORRECTED, Cure.EAGER),
-    "K6": _memory(Cure.PAGE, Cure.SERIAL),
+    "K6": _memory(Cure.PAGE, Cure.SERIAL, Cure.MARGIN),
     "K9": _text(Cure.TRITON, Cure.PAGE),
     "K10": _text(Cure.SMALLER, Cure.PLAIN),
     "K11": _memory(Cure.FEWER, Cure.CONTEXT, Cure.SMALLER),

@@ -29,6 +29,36 @@ def kv_lengths(reqs: Sequence[Any]) -> list[int | None]:
     return [kv_length(req) for req in reqs] if None in found else found
 
 
+def kv_slots(req: Any) -> int:
+    """Slots that SGLang has recorded for a request, reserved ones included; 0 where it has none."""
+    value = getattr(getattr(req, "kv", None), "kv_allocated_len", None)
+    return int(value or getattr(req, "kv_allocated_len", None) or 0)
+
+
+def _slots(reqs: Sequence[Any]) -> list[int]:
+    """`kv_slots` of each request, which nearly all have in the same place."""
+    try:
+        found = [req.kv.kv_allocated_len for req in reqs]
+    except AttributeError:
+        found = []
+    return found if found and all(found) else [kv_slots(req) for req in reqs]
+
+
+def beyond_row(record: Record, rank: str) -> Step | None:
+    """The step with the recorded slots where they are more than a row of the table has columns."""
+    view = record.view
+    if view is None or not record.reqs:
+        return None
+    slots = _slots(record.reqs)
+    width = int(view.runner.req_to_token_pool.req_to_token.shape[1])
+    if max(slots) <= width:
+        return None
+    step = record.step or _bare(record, rank)
+    return step.replace(
+        slots__allocated=np.array(slots, np.int64), slots__row_width=width, slots__page_size=1
+    )
+
+
 def drifted(record: Record, tokens: Sequence[Any], rank: str) -> Step | None:
     """The step with its length changes where they are not the kept tokens; None where they are.
 

@@ -27,7 +27,7 @@ from ddtree_guard.hooks.flight import Flight
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
-from ddtree_guard.hooks.lengths import drifted, kv_lengths
+from ddtree_guard.hooks.lengths import beyond_row, drifted, kv_lengths
 from ddtree_guard.hooks.no_shadow import shadow_for
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
@@ -320,13 +320,11 @@ class ServerGuard:
     @site("commit")
     def commit(self, record: Record, tokens: list[Any]) -> None:
         """Lengths after the step against the tokens that were kept. All numbers are on the host."""
-        step = drifted(record, tokens, self.rank)
-        if step is None:
-            return
-        found = self.guard.check(step, (Site.COMMIT,)).findings
-        if found:
-            late = dataclasses.replace(record, step=step)
-            self._apply(late, list(found), tokens_left=False)
+        for step in (drifted(record, tokens, self.rank), beyond_row(record, self.rank)):
+            found = () if step is None else self.guard.check(step, (Site.COMMIT,)).findings
+            if found:
+                late = dataclasses.replace(record, step=step)
+                self._apply(late, list(found), tokens_left=False)
 
     # --- what is done about it ------------------------------------------------------------------
     def _settle(self, record: Record, tokens_left: bool | None) -> None:

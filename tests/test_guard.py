@@ -257,9 +257,9 @@ def test_an_impossible_length_is_w2s_and_blocks_what_needs_it(length: int) -> No
     assert "see W2" in reasons(report)["M2"]
 
 
-def test_length_beyond_the_context_is_w2s() -> None:
+def test_length_beyond_the_context_and_a_step_ahead_is_w2s() -> None:
     step = sound_step()
-    report = judged(step.replace(limits__context=49))
+    report = judged(step.replace(limits__context=49 - step.w))
     w2 = next(f for f in report.findings if f.rule == "W2")
     assert (w2.request, w2.actual, w2.expected) == (2, "50", "0..49")
 

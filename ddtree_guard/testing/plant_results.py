@@ -4,6 +4,8 @@ digests that ranks compare (X). The tree probe plants them in a live worker.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +19,25 @@ _FOREIGN = {"X1": (1 + PARTS.index("tree"), "another"), "X4": (0, "graph/64")}
 def measured(guard: Any) -> list[str]:
     """Rules of this family that this server can break, beside those that a Step can show."""
     device = ["DG1"] if guard.checker.kind == "device" else []
-    return [*device, *(_FOREIGN if guard.digests is not None else ())]
+    return ["K6", *device, *(_FOREIGN if guard.digests is not None else ())]
 
 
 def is_measured(rule: str) -> bool:
     """Whether the rule judges a measurement of the guard's own."""
     return rule.startswith(("D", "X"))
+
+
+@contextmanager
+def slots_beyond_row(record: Any) -> Iterator[None]:
+    """Inside the block the last request has recorded a slot more than a row holds."""
+    req = record.reqs[-1]
+    holder = req if hasattr(req, "kv_allocated_len") else req.kv
+    held = holder.kv_allocated_len
+    holder.kv_allocated_len = record.view.runner.req_to_token_pool.req_to_token.shape[1] + 1
+    try:
+        yield
+    finally:
+        holder.kv_allocated_len = held
 
 
 class Results:

@@ -15,6 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from ddtree_guard.rule import Site
 from ddtree_guard.step import Step
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.plant import LIVE, TABLE, write
-from ddtree_guard.testing.plant_results import Results, is_measured, measured
+from ddtree_guard.testing.plant_results import Results, is_measured, measured, slots_beyond_row
 from ddtree_guard.testing.probe import PERIOD_S, counters
 
 MOST = 20_000  # steps whose lengths are kept
@@ -241,7 +242,10 @@ class Planter:
             row = self.rows.get("A4")
             if row is not None and row["at"] == record.step_id and record.kv_before:
                 record.kv_before[-1] = (record.kv_before[-1] or 0) - 1
-            commit(record, tokens)
+            row = self.rows.get("K6")
+            beyond = row is not None and row["at"] == record.step_id
+            with slots_beyond_row(record) if beyond else nullcontext():
+                commit(record, tokens)
 
         self.checker.build, self.checker.walked, self.checker.verify = built, walk, verified
         self.guard._apply, self.guard.commit = applied, committed
@@ -274,8 +278,9 @@ class Planter:
         if is_measured(rule):
             row["how"] = "result"
             return
-        if find_rule(rule).family in "AL":
-            row["how"], self._walk = ("commit", "") if rule == "A4" else ("walk", rule)
+        if find_rule(rule).family in "AL" or rule == "K6":
+            late = rule in ("A4", "K6")
+            row["how"], self._walk = ("commit", "") if late else ("walk", rule)
             return
         if rule == "G6" and view.path == "graph":
             row["how"] = "record"

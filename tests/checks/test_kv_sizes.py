@@ -42,6 +42,17 @@ def test_whole_pages_that_are_not_owned() -> None:
     assert (found.request, found.actual) == (1, str(int(allocated[1])))
 
 
+def test_recorded_slots_lie_in_the_request_s_row() -> None:
+    step = small().replace(slots__owned_pages=None)
+    width = step.slots.row_width
+    assert broken("K6", step.replace(slots__allocated=np.array([9, width]))) is None
+    found = broken("K6", step.replace(slots__allocated=np.array([9, width + 2])))
+    assert found is not None
+    assert (found.request, found.actual, found.expected) == (1, str(width + 2), f"<= {width}")
+    unknown = step.replace(slots__allocated=np.array([9, width + 2]), slots__row_width=None)
+    assert broken("K6", unknown) is None
+
+
 @pytest.mark.parametrize(("kept", "cause"), [(3, "never freed"), (5, "freed twice")])
 def test_commit_accounts_for_each_row(kept: int, cause: str) -> None:
     found = broken("K6", small().replace(slots__kept=kept, slots__freed=4))

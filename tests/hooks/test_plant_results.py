@@ -98,3 +98,21 @@ def test_the_last_rank_tells_another_story(
 
     made = planter(False, ["X1", "X4"], prepared, dump_dir=tmp_path)
     assert _named(made) == {"X1": ["X1"], "X4": ["X4"]}
+
+
+@PATHS
+def test_slots_recorded_beyond_a_row(
+    planter: Callable[..., Any], tmp_path: Path, graph: bool
+) -> None:
+    from ddtree_guard.hooks.facts import release
+
+    if release() == "0.5.12":
+        pytest.skip("0.5.12 claims the bonus token one step earlier; lengths are not compared")
+
+    def prepared(server: Any, guard: Any) -> None:
+        for req in server.reqs:
+            req.kv_allocated_len = 0
+
+    made = planter(graph, ["K6"], prepared, dump_dir=tmp_path)
+    assert _named(made) == {"K6": ["K6"]}
+    assert made.rows["K6"]["found"][0]["rid"] == made.rows["K6"]["rid"]
