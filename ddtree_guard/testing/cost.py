@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddtree_guard.device import edges, kernel, launch, protocol, tree
 
 
-class Dispatches(TorchDispatchMode):
+class Dispatches(TorchDispatchMode):  # type: ignore[misc]
     """Counts the calls that go through torch's dispatcher: each costs microseconds on a GPU."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ def launching_nothing() -> Iterator[Launches]:
                      tree.parents_kernel):  # fmt: skip
             stack.enter_context(mock.patch.object(made, "device_caches", {}, create=True))
             stack.enter_context(mock.patch.object(made, "warmup", compiled, create=True))
-        patches = (
+        patches: tuple[Any, ...] = (
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", stream, create=True),
             mock.patch.object(launch, "_raw_stream", stream),
             mock.patch.object(torch.cuda, "current_stream", return_value=None),
@@ -82,7 +82,7 @@ def launching_nothing() -> Iterator[Launches]:
 
 def on_stream(check: launch.DeviceCheck) -> None:
     """Let a check on the CPU read its verdicts back as from a GPU."""
-    check._cuda, check._arrived = True, [Happened() for _ in range(launch.RING)]  # type: ignore[misc]
+    check._cuda, check._arrived = True, [Happened() for _ in range(launch.RING)]
 
 
 def sign(slots: Any, step: int, live: int) -> None:
