@@ -82,6 +82,8 @@ def test_a_replayed_step_asks_little_of_torch(
     start: Any, monkeypatch: Any, algorithm: str, w: int, lens: tuple[int, ...]
 ) -> None:
     server, guard, launches = start(algorithm, w, lens)
+    if not hasattr(server.backend, "init_forward_metadata_out_graph"):
+        pytest.skip("0.5.12 hands its fields over one by one, and the check is launched eagerly")
     found: dict[str, list[str]] = {}
     checked = guard.coverage.steps_checked
     _signing(guard.checker.graphs.check, len(lens), monkeypatch)
