@@ -26,8 +26,11 @@ def graph_runner(runner: Any) -> Any:
 def replayed(batch: Any, runner: Any) -> Any:
     """The replay view `batch` with every input as the graph reads it. The view is not changed."""
     buffers = getattr(graph_runner(runner), "buffers", None)
-    static, rows = getattr(buffers, "out_cache_loc", None), batch.input_ids.shape[0]
-    if static is None or static.shape[0] < rows:
+    static = getattr(buffers, "out_cache_loc", None)
+    if static is None:
+        return batch
+    rows = batch.input_ids.shape[0]  # `len` of a tensor takes five times as long
+    if static.shape[0] < rows:
         return batch
     # SGLang's view is a namespace, which `copy` takes apart and puts together again
     plain = type(batch) is SimpleNamespace
