@@ -21,8 +21,8 @@ from ddtree_guard.config import Config
 from ddtree_guard.dump.trail import Trail
 from ddtree_guard.dump.write import DumpWriter, Notes
 from ddtree_guard.errors import Violation
-from ddtree_guard.recorder import signals
-from ddtree_guard.recorder.heuristics import RUN, Heuristics
+from ddtree_guard.recorder import heuristics, signals
+from ddtree_guard.recorder.heuristics import Heuristics
 from ddtree_guard.recorder.ring import OUTCOME, Kinds, Ring
 from ddtree_guard.recorder.trail import IDLE_S, Trails
 from ddtree_guard.render import known, quote
@@ -185,7 +185,7 @@ class Recorder:
             self.ring.committed(number, tokens)
         told = [self.heuristics.lengths(sum(map(len, tokens)), len(tokens))]
         runs = self.trails.accepted(rids, tokens)
-        if max(runs, default=0) >= RUN:
+        if max(runs, default=0) >= heuristics.RUN:
             told += [self.heuristics.run(rid, run) for rid, run in zip(rids, runs, strict=False)]
         for why in filter(None, told):
             self.ask("heuristic", why)
