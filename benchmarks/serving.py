@@ -45,7 +45,7 @@ class Cell:
     verify width. `site` is a folder with another SGLang than the interpreter's, put first on the
     path; `release` names it. `gpu` and `cpus` are what its processes may use; all that there is by
     default. `pool` is the number of KV slots, `sizes` the captured batch sizes; `asked` lets the
-    probe write only when it is asked.
+    probe write only when it is asked, `times` has it measure the host time of our sites.
     """
 
     algorithm: str
@@ -67,6 +67,7 @@ class Cell:
     pool: int = 0
     sizes: tuple[int, ...] = ()
     asked: bool = False
+    times: bool = False
     folder: str = "/tmp/ddtree-guard-bench"
 
     @property
@@ -181,6 +182,7 @@ def environment(cell: Cell) -> dict[str, str]:
         "DDTREE_GUARD_PROBE_PLANT": cell.plant,
         "SGLANG_DDTREE_BUDGET": str(cell.w - 1) if cell.algorithm == "DDTREE" else "",
         "DDTREE_GUARD_PROBE_ASKED": "on" if cell.asked else "",
+        "DDTREE_GUARD_PROBE_TIMES": "on" if cell.times else "",
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
         "SGLANG_DISABLED_MODEL_ARCHS": unused_models({"llama", "llama_eagle"}),
         "OMP_NUM_THREADS": "2",

@@ -10,6 +10,7 @@ M2 or an offset rule instead), and it keeps no fingerprint of a graph's output (
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ from ddtree_guard.attention.backend import graph_mask
 from ddtree_guard.hooks.facts import Facts, facts_of
 from ddtree_guard.hooks.observe import verify_width
 from ddtree_guard.hooks.statics import graph_runner
-from ddtree_guard.hooks.view import View
+from ddtree_guard.hooks.view import View, lanes_of
 from ddtree_guard.step import Graph, Static
 
 INPUTS = ("input_ids", "positions", "seq_lens", "req_pool_indices", "out_cache_loc")
 # what the backend's builder writes to, by the names that the metadata has for it
 BUILT = {"qo_indptr": "qo_indptr", "kv_indptr": "kv_indptr", "mask_indptr": "mask_indptr",
          "kv_indices": "cuda_graph_kv_indices"}  # fmt: skip
+NAMES = (*INPUTS, *BUILT, "mask")
 
 
 def static_of(tensor: Any, generation: int = -1) -> Static:
@@ -90,23 +92,32 @@ class Certificate:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as `View`
 class Replay:
-    """One replay beside its graph's birth certificate. `tensors` are what was written."""
+    """One replay beside its graph's birth certificate. `held` are what was written, by NAMES;
+    `pointers` the addresses of the capture, in the same order.
+    """
 
     certificate: Certificate
     key: Mapping[str, Any]
-    tensors: Mapping[str, Any]
+    held: tuple[Any, ...]
+    pointers: tuple[int | None, ...]
     sizes: tuple[int, ...]
 
     @property
+    def tensors(self) -> dict[str, Any]:
+        """What was written, by name."""
+        return dict(zip(NAMES, self.held, strict=True))
+
+    @property
     def same(self) -> bool:
-        """Whether key and addresses are those of the capture."""
-        tensors = self.tensors
-        return self.certificate.key == self.key and all(
-            (held := tensors.get(name)) is not None and held.data_ptr() == born.pointer
-            for name, born in self.certificate.statics.items()
-        )
+        """Whether key and addresses are those of the capture, where that had any."""
+        if self.certificate.key != self.key:
+            return False
+        for tensor, born in zip(self.held, self.pointers, strict=True):
+            if born is not None and (tensor is None or tensor.data_ptr() != born):
+                return False
+        return True
 
     def graph(self, num_tokens: int) -> Graph:
         """The Step part, for the rules."""
@@ -120,7 +131,8 @@ class Replay:
 @dataclass(slots=True)
 class _Graphs:
     facts: Facts
-    by_size: dict[int, Certificate] = field(default_factory=dict)
+    by_size: dict[int, tuple[Certificate, tuple[int | None, ...]]] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
 
 
 class Certificates:
@@ -138,22 +150,26 @@ class Certificates:
         built = {name: getattr(metadata, name, None) for name in BUILT}
         tensors = {**_inputs(batch), **built, "mask": metadata.custom_mask}
         key = key_of(backend, batch, runner, graphs.facts)
-        graphs.by_size[key["BS"]] = Certificate.of(key, tensors, constant=tensors)
+        born = Certificate.of(key, tensors, constant=tensors)
+        pointers = tuple(
+            born.statics[name].pointer if name in born.statics else None for name in NAMES
+        )
+        graphs.by_size[key["BS"]] = born, pointers
+        graphs.sizes = tuple(sorted(graphs.by_size))
 
     def replay(self, backend: Any, batch: Any, runner: Any) -> Replay | None:
         """The replay of `batch`, whose metadata has just been built; None without a certificate."""
         graphs = self._held.get(backend)
-        held = None if graphs is None else graphs.by_size.get(len(batch.req_pool_indices))
-        if graphs is None or held is None:
+        found = None if graphs is None else graphs.by_size.get(lanes_of(batch))
+        if graphs is None or found is None:
             return None
-        built = {name: getattr(backend, own, None) for name, own in BUILT.items()}
-        mask = graph_mask(backend, graphs.facts)
-        return Replay(
-            held,
-            key_of(backend, batch, runner, graphs.facts),
-            {**_inputs(batch), **built, "mask": mask},
-            tuple(sorted(graphs.by_size)),
-        )
+        certificate, pointers = found
+        try:
+            held = (*_INPUTS(batch), *_BUILT(backend), graph_mask(backend, graphs.facts))
+        except AttributeError:  # some releases lack some
+            held = _held(backend, batch, graphs.facts)
+        key = key_of(backend, batch, runner, graphs.facts)
+        return Replay(certificate, key, held, pointers, graphs.sizes)
 
 
 def wrong_choice(view: View) -> dict[str, Any] | None:
@@ -167,7 +183,7 @@ def wrong_choice(view: View) -> dict[str, Any] | None:
 def key_of(backend: Any, batch: Any, runner: Any, facts: Facts) -> dict[str, Any]:
     """What the captured code branches on, as this batch has it."""
     return {
-        "BS": len(batch.req_pool_indices),
+        "BS": lanes_of(batch),
         "w": verify_width(backend, runner, facts, batch.spec_info),
         "mask": getattr(batch.spec_info, "custom_mask", None) is not None,
     }
@@ -180,6 +196,15 @@ def replayed_size(runner: Any) -> int | None:
         return None
     size = getattr(getattr(graphs, "_replay_graph_key", None), "size", getattr(graphs, "bs", None))
     return size if isinstance(size, int) else None
+
+
+_INPUTS, _BUILT = operator.attrgetter(*INPUTS), operator.attrgetter(*BUILT.values())
+
+
+def _held(backend: Any, batch: Any, facts: Facts) -> tuple[Any, ...]:
+    """What a replay's builder wrote to, by NAMES; None for what there is not."""
+    built = [getattr(backend, own, None) for own in BUILT.values()]
+    return (*_inputs(batch).values(), *built, graph_mask(backend, facts))
 
 
 def _inputs(batch: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ lanes that SGLang leaves stale on purpose.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -91,6 +92,7 @@ def contract_of(algorithm: str, facts: Facts, path: str) -> Contract:
     )
 
 
+@functools.lru_cache(64)  # asked in every step
 def row_of(algorithm: str) -> Row:
     """The row of an algorithm. A fork's `MY_DDTREE` is a DDTREE; others get a permissive row."""
     name = algorithm.upper()

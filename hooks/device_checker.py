@@ -26,7 +26,7 @@ from ddtree_guard.hooks.device import GraphChecks, buffers_of_backend
 from ddtree_guard.hooks.facts import facts_of
 from ddtree_guard.hooks.observe import verify_width
 from ddtree_guard.hooks.record import Record, Walk
-from ddtree_guard.hooks.view import View
+from ddtree_guard.hooks.view import View, lanes_of
 from ddtree_guard.rule import Finding, Rule
 
 ALERT = 8  # steps read to the host after a hit, so that a fault that stays gets its numbers
@@ -49,6 +49,8 @@ class Launch:
     # by path length and by how rows are counted
     outcome: dict[tuple[int, bool], tuple[Decision, Operands]] = field(default_factory=dict)
     decisions: dict[tuple[int, bool], Decision] = field(default_factory=dict)
+    # where an outcome is copied to, by its kind and number of requests
+    targets: dict[tuple[tuple[int, bool], int], list[Any]] = field(default_factory=dict)
 
 
 class DeviceChecker:
@@ -68,7 +70,7 @@ class DeviceChecker:
         self._verdicts: dict[int, Verdict] = {}
         self._runs = 0
         self._alert = 0
-        self._seen: dict[str, int] = {}
+        self._seen: dict[tuple[str, str], int] = {}
 
     # --- start ----------------------------------------------------------------------------------
     def ready(self) -> None:
@@ -114,11 +116,12 @@ class DeviceChecker:
         """Tell the device what is live; launch the check itself where no graph holds it."""
         if self._stale:
             self.ready()
-        launch = self._launches.get(_key(view)) if view.path == "graph" else None
+        key = _key(view) if view.path == "graph" else None
+        launch = None if key is None else self._launches.get(key)
         if launch is None:
             launch = self._bind(view)
-            if view.path == "graph":
-                self._launches[_key(view)] = launch
+            if key is not None:
+                self._launches[key] = launch
         checks = self._checks(view)
         checks.before_replay(None, view.bs)
         _fill(launch.trees, view)
@@ -153,10 +156,11 @@ class DeviceChecker:
         if self.graphs is None or not isinstance(record.ticket, tuple):
             return record.findings
         number, launch = record.ticket
-        self._verdicts |= {new.step: new for new in self.graphs.check.poll()}
+        for new in self.graphs.check.poll():
+            self._verdicts[new.step] = new
         verdict: Verdict | None = self._verdicts.pop(number, None)
-        for old in [n for n in self._verdicts if n < number]:
-            del self._verdicts[old]
+        if self._verdicts:
+            self._verdicts = {n: held for n, held in self._verdicts.items() if n > number}
         if verdict is None:
             return record.findings
         record.checked = verdict.launches > self._runs
@@ -194,7 +198,7 @@ class DeviceChecker:
         return list(found.values())
 
     def _samples(self, record: Record, view: View) -> bool:
-        kind = f"{view.state} {view.path}"
+        kind = view.state, view.path
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         alert, self._alert = self._alert > 0, max(0, self._alert - 1)
         return record.doubt or alert or seen <= FIRST or record.step_id % SAMPLE[self.depth] == 0
@@ -212,7 +216,7 @@ class DeviceChecker:
         w = verify_width(backend, runner, facts, batch.spec_info)
         algorithm = str(runner.server_args.speculative_algorithm or "")
         contract = contract_of(algorithm, facts, view.path)
-        lanes = len(batch.req_pool_indices)
+        lanes = lanes_of(batch)
         if view.path == "graph":
             trees = _trees(lanes, w, batch, contract.chain)
             decisions: dict[Any, Decision] = {}
@@ -254,8 +258,7 @@ class DeviceChecker:
         """The acceptance in static buffers, so that its operands are bound once."""
         if walk is None or walk.index is None or self.graphs is None:
             return None
-        path = int(walk.index.shape[1])
-        kind = (path, walk.global_rows)
+        kind = (walk.index.shape[1], walk.global_rows)
         if kind not in launch.outcome:
             if kind not in launch.decisions:
                 launch.decisions[kind] = _decision(launch.shape, walk)
@@ -263,12 +266,16 @@ class DeviceChecker:
             bound = self.graphs.check.bind_outcome(launch.buffers, launch.shape, decision)
             launch.outcome[kind] = (decision, bound)
         decision, bound = launch.outcome[kind]
-        bs = len(walk.lens)
-        torch._foreach_copy_(
-            [decision.predict.view(-1)[: bs * launch.shape.w], decision.accept[:bs],
-             decision.lens[:bs]],
-            [walk.predict[: bs * launch.shape.w], walk.index, walk.lens],
-        )  # fmt: skip
+        bs = walk.lens.shape[0]
+        rows, predict = bs * launch.shape.w, walk.predict
+        targets = launch.targets.get((kind, bs))
+        if targets is None:
+            flat = decision.predict.view(-1)
+            targets = [flat[:rows], decision.accept[:bs], decision.lens[:bs]]
+            launch.targets[kind, bs] = targets
+        if predict.shape[0] != rows:
+            predict = predict[:rows]
+        torch._foreach_copy_(targets, [predict, walk.index, walk.lens])
         filled = launch.trees.setdefault("greedy", {})  # what the array of each kind holds
         if walk.greedy != filled.get(kind, False):
             decision.greedy.fill_(int(walk.greedy))
@@ -289,7 +296,7 @@ def _decision(shape: Shape, walk: Walk) -> Decision:
 
 
 def _key(view: View) -> tuple[int, int]:
-    return id(view.backend), len(view.batch.req_pool_indices)
+    return id(view.backend), lanes_of(view.batch)
 
 
 def _trees(lanes: int, w: int, batch: Any, chain: bool) -> dict[str, Any]:
@@ -304,6 +311,7 @@ def _trees(lanes: int, w: int, batch: Any, chain: bool) -> dict[str, Any]:
         "sizes": torch.full((lanes,), w, dtype=torch.int32, device=device),
         "chain": chain,
         "parents_of": ParentsOf(parents, depths),
+        "live": {},  # the rows of live requests, by their number
     }
 
 
@@ -312,12 +320,19 @@ def _fill(trees: dict[str, Any], view: View) -> None:
     if trees["chain"]:
         return
     spec, bs = view.batch.spec_info, view.bs
-    parents, depths = trees["parents"], trees["depths"]
-    w = parents.shape[1]
     if getattr(spec, "parents", None) is not None:
-        parents[:bs].copy_(spec.parents.view(bs, w))
-        depths[:bs].copy_(spec.depths.view(bs, w))
-        trees["sizes"][:bs].copy_(spec.tree_sizes)
+        targets = trees["live"].get(bs)
+        if targets is None:
+            targets = [trees[name][:bs] for name in ("parents", "depths", "sizes")]
+            trees["live"][bs] = targets
+        given = (spec.parents, spec.depths, spec.tree_sizes)
+        torch._foreach_copy_(
+            targets,
+            [
+                tensor if tensor.shape == target.shape else tensor.view(target.shape)
+                for tensor, target in zip(given, targets, strict=True)
+            ],
+        )
         return
     child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
     if child is None or sibling is None:

@@ -34,20 +34,25 @@ class Fuses:
 
     def intact(self, site: str) -> bool:
         """Whether the site is still armed."""
-        return self.faults[site] < self.limit
+        return self.faults.get(site, 0) < self.limit
 
     @contextmanager
     def internal(self, site: str, may_raise: bool = True) -> Iterator[None]:
         """Run guard code of a site. `may_raise` False (inside a capture) holds back everything."""
         try:
             yield
-        except Violation:
-            if may_raise:
+        except Exception as error:
+            if self.passes(site, error, may_raise):
                 raise
-        except Exception:
-            self._count(site)
-            if self.strict and may_raise:
-                raise
+
+    def passes(self, site: str, error: Exception, may_raise: bool = True) -> bool:
+        """Whether what guard code of a site has raised goes on to SGLang; counts what does not
+        concern it. Call it where the exception is handled.
+        """
+        if isinstance(error, Violation):
+            return may_raise
+        self._count(site)
+        return self.strict and may_raise
 
     def disarmed(self) -> tuple[str, ...]:
         """The sites that are left alone, in order of their names."""

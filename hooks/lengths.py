@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +20,28 @@ def kv_length(req: Any) -> int | None:
     return None if value is None else int(value)
 
 
+def kv_lengths(reqs: Sequence[Any]) -> list[int | None]:
+    """`kv_length` of each request. All of one release keep it in the same place."""
+    try:
+        found = [req.kv_committed_len for req in reqs]
+    except AttributeError:
+        return [kv_length(req) for req in reqs]
+    return [kv_length(req) for req in reqs] if None in found else found
+
+
 def kv_slots(req: Any) -> int:
     """Slots that SGLang has recorded for a request, reserved ones included; 0 where it has none."""
     value = getattr(getattr(req, "kv", None), "kv_allocated_len", None)
     return int(value or getattr(req, "kv_allocated_len", None) or 0)
+
+
+def _slots(reqs: Sequence[Any]) -> list[int]:
+    """`kv_slots` of each request, which nearly all have in the same place."""
+    try:
+        found = [req.kv.kv_allocated_len for req in reqs]
+    except AttributeError:
+        found = []
+    return found if found and all(found) else [kv_slots(req) for req in reqs]
 
 
 def beyond_row(record: Record, rank: str) -> Step | None:
@@ -30,7 +49,7 @@ def beyond_row(record: Record, rank: str) -> Step | None:
     view = record.view
     if view is None or not record.reqs:
         return None
-    slots = [kv_slots(req) for req in record.reqs]
+    slots = _slots(record.reqs)
     width = int(view.runner.req_to_token_pool.req_to_token.shape[1])
     if max(slots) <= width:
         return None
@@ -45,13 +64,15 @@ def drifted(record: Record, tokens: Sequence[Any], rank: str) -> Step | None:
 
     `record.kv_before` holds the lengths before SGLang committed; `tokens` the tokens that it kept.
     """
-    after = [kv_length(req) for req in record.reqs]
-    if len(tokens) != len(after) or None in (*record.kv_before, *after):
+    before, after = record.kv_before, kv_lengths(record.reqs)
+    if len(tokens) != len(after) or None in before or None in after:
         return None
-    kept = [len(row) for row in tokens]
+    kept = list(map(len, tokens))
+    if list(map(operator.sub, after, before)) == kept:
+        return None  # nearly always, and then nobody need be asked whether it is gone
     grown = [
         now - was if now is not None and was is not None and not _gone(req) else count
-        for req, now, was, count in zip(record.reqs, after, record.kv_before, kept, strict=True)
+        for req, now, was, count in zip(record.reqs, after, before, kept, strict=True)
     ]
     if grown == kept:
         return None

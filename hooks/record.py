@@ -11,7 +11,7 @@ from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as `View`
 class Walk:
     """The acceptance of a step, on the device. `predict` (bs*w,) holds the target's tokens and
     `index` (bs, path) the accepted rows, counted over the batch if `global_rows`, else within the

@@ -11,8 +11,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
 
@@ -28,7 +27,7 @@ from ddtree_guard.hooks.flight import Flight
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
 from ddtree_guard.hooks.journal import Journal
-from ddtree_guard.hooks.lengths import beyond_row, drifted, kv_length
+from ddtree_guard.hooks.lengths import beyond_row, drifted, kv_lengths
 from ddtree_guard.hooks.no_shadow import shadow_for
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
@@ -36,7 +35,7 @@ from ddtree_guard.hooks.record import Coverage, Record, Walk
 from ddtree_guard.hooks.statics import replayed
 from ddtree_guard.hooks.switches import simulated_walk
 from ddtree_guard.hooks.taint import Taints
-from ddtree_guard.hooks.view import View
+from ddtree_guard.hooks.view import View, lanes_of
 from ddtree_guard.metrics import Metrics
 from ddtree_guard.rule import Finding, Scope, Site
 from ddtree_guard.step import Step
@@ -55,8 +54,11 @@ def site(name: str, may_raise: bool = True) -> Callable[[Method[P]], Method[P]]:
         @functools.wraps(method)
         def guarded(self: ServerGuard, /, *args: P.args, **kwargs: P.kwargs) -> None:
             if self.fuses.intact(name):
-                with self.fuses.internal(name, may_raise):
+                try:  # not `fuses.internal`: a context manager costs more than most sites do
                     method(self, *args, **kwargs)
+                except Exception as error:
+                    if self.fuses.passes(name, error, may_raise):
+                        raise
 
         return guarded
 
@@ -96,6 +98,7 @@ class ServerGuard:
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         self._open: dict[int, tuple[Any, Record]] = {}
         self._steps = 0
+        self._batch: tuple[tuple[Any, ...], tuple[str, ...]] = ((), ())  # the newest: reqs, rids
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
         self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
@@ -128,14 +131,14 @@ class ServerGuard:
             self.evidence.close()
         return tuple(kept)
 
-    @contextmanager
-    def nested(self) -> Iterator[bool]:
-        """Around an original that may call another hooked one: True for the outermost."""
+    def enter(self) -> bool:
+        """Before an original that may call another hooked one: True for the outermost."""
         self._depth += 1
-        try:
-            yield self._depth == 1
-        finally:
-            self._depth -= 1
+        return self._depth == 1
+
+    def leave(self) -> None:
+        """After it, also where it has raised."""
+        self._depth -= 1
 
     # --- init -----------------------------------------------------------------------------------
     @site("init")
@@ -171,8 +174,9 @@ class ServerGuard:
             return
         if mode.is_decode():
             self._steps += 1
-            rids = tuple(str(req.rid) for req in reqs)
-            self.current = Record(self._steps, reqs, rids)
+            if reqs != self._batch[0]:
+                self._batch = reqs, tuple([str(req.rid) for req in reqs])
+            self.current = Record(self._steps, *self._batch)
         elif self.taints:
             self._look_for_reuse(reqs)
 
@@ -182,7 +186,7 @@ class ServerGuard:
         runner = self._target(backend)
         if runner is None or not batch.forward_mode.is_target_verify() or _ragged(batch):
             return
-        lanes, metadata = len(batch.req_pool_indices), backend.forward_metadata
+        lanes, metadata = lanes_of(batch), backend.forward_metadata
         self._captured.setdefault(backend, {})[lanes] = metadata
         self.certificates.take(backend, batch, runner, metadata)
         view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
@@ -194,7 +198,7 @@ class ServerGuard:
         """Inside the captured region: what is queued here runs in every replay."""
         runner = self._target(backend)
         if runner is not None and batch.forward_mode.is_target_verify() and not _ragged(batch):
-            lanes = len(batch.req_pool_indices)
+            lanes = lanes_of(batch)
             metadata = self._captured.get(backend, {}).get(lanes)
             self.checker.capture(
                 View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
@@ -217,7 +221,7 @@ class ServerGuard:
             return
         metadata = replay = None
         if path == "graph":
-            metadata = self._captured.get(backend, {}).get(len(batch.req_pool_indices))
+            metadata = self._captured.get(backend, {}).get(lanes_of(batch))
             batch = replayed(batch, runner)
             replay = self.certificates.replay(backend, batch, runner)
             record.doubt = replay is not None and not replay.same
@@ -310,7 +314,7 @@ class ServerGuard:
 
     @site("resolve")
     def _resolve(self, record: Record) -> None:
-        record.kv_before = [kv_length(req) for req in record.reqs]
+        record.kv_before = kv_lengths(record.reqs)
         self._settle(record, tokens_left=False)
 
     @site("commit")

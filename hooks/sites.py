@@ -150,8 +150,11 @@ def _eager(guard: ServerGuard, path: str) -> Patch:
     def wrap(original: Original) -> Any:
         @functools.wraps(original.value)
         def init_forward_metadata(self: Any, forward_batch: Any, *args: Any, **kw: Any) -> Any:
-            with guard.nested() as outermost:
+            outermost = guard.enter()
+            try:
                 result = original.value(self, forward_batch, *args, **kw)
+            finally:
+                guard.leave()
             if outermost:
                 guard.built(self, forward_batch, "eager")
             return result
@@ -168,8 +171,11 @@ def _out_graph(guard: ServerGuard, path: str) -> Patch:
         def init_forward_metadata_out_graph(
             self: Any, forward_batch: Any, in_capture: bool = False, *args: Any, **kw: Any
         ) -> Any:
-            with guard.nested() as outermost:
+            outermost = guard.enter()
+            try:
                 result = original.value(self, forward_batch, in_capture, *args, **kw)
+            finally:
+                guard.leave()
             if outermost and in_capture:
                 guard.captured(self, forward_batch)
             elif outermost:

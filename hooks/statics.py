@@ -8,6 +8,7 @@ one entry per live row. The graph reads the padded one.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 RUNNERS = ("decode_cuda_graph_runner", "graph_runner")  # 0.5.13 on; 0.5.12
@@ -15,15 +16,24 @@ RUNNERS = ("decode_cuda_graph_runner", "graph_runner")  # 0.5.13 on; 0.5.12
 
 def graph_runner(runner: Any) -> Any:
     """The decode graph runner of a model runner, or None. Adaptive speculation swaps it."""
-    return next((g for name in RUNNERS if (g := getattr(runner, name, None)) is not None), None)
+    for name in RUNNERS:
+        found = getattr(runner, name, None)
+        if found is not None:
+            return found
+    return None
 
 
 def replayed(batch: Any, runner: Any) -> Any:
     """The replay view `batch` with every input as the graph reads it. The view is not changed."""
     buffers = getattr(graph_runner(runner), "buffers", None)
-    static, rows = getattr(buffers, "out_cache_loc", None), len(batch.input_ids)
-    if static is None or len(static) < rows:
+    static = getattr(buffers, "out_cache_loc", None)
+    if static is None:
         return batch
-    whole = copy.copy(batch)
+    rows = batch.input_ids.shape[0]  # `len` of a tensor takes five times as long
+    if static.shape[0] < rows:
+        return batch
+    # SGLang's view is a namespace, which `copy` takes apart and puts together again
+    plain = type(batch) is SimpleNamespace
+    whole = SimpleNamespace(**vars(batch)) if plain else copy.copy(batch)
     whole.out_cache_loc = static[:rows]
     return whole

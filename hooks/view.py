@@ -9,7 +9,12 @@ if TYPE_CHECKING:
     from ddtree_guard.hooks.certificates import Replay
 
 
-@dataclass(frozen=True, slots=True)
+def lanes_of(batch: Any) -> int:
+    """Requests of a forward batch, padded ones too. `len` of a tensor takes five times as long."""
+    return int(batch.req_pool_indices.shape[0])
+
+
+@dataclass(slots=True)  # one a step: a frozen one takes four times as long to make
 class View:
     """One verify launch, just after its metadata was built.
 
@@ -33,4 +38,4 @@ class View:
     @property
     def bs(self) -> int:
         """Live requests; all lanes where the requests are not known."""
-        return len(self.rids) or len(self.batch.req_pool_indices)
+        return len(self.rids) or lanes_of(self.batch)

@@ -27,6 +27,7 @@ from ddtree_guard.device.protocol import BITS, NO_OFFENDER, SLOTS, WORDS
 from ddtree_guard.device.verdict import Verdict, decode
 
 RING = 4
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of builds with CUDA
 
 
 class DeviceCheck:
@@ -42,11 +43,15 @@ class DeviceCheck:
         self.slots = torch.zeros((SLOTS, WORDS), dtype=torch.int64, device=self.device)
         self.launched = self.collected = self.checked = self.lost = 0
         self._cuda = self.device.type == "cuda"
+        self._index = self.state.device.index or 0
+        self._raw: int | None = None  # address and object of the stream of the newest collect
+        self._stream: Any = None
         self._ring = [
             torch.zeros((SLOTS, WORDS), dtype=torch.int64, pin_memory=self._cuda)
             for _ in range(RING)
         ]
-        self._words = [rows.numpy() for rows in self._ring]
+        # an element of a view of bytes is a plain integer; of an array, an object to be made
+        self._words = [memoryview(rows.view(-1).numpy()) for rows in self._ring]
         self._arrived = [torch.cuda.Event() for _ in range(RING)] if self._cuda else []
         self._polled = 0  # collects looked at
         self._last = 0  # step counter of the newest verdict returned
@@ -94,7 +99,10 @@ class DeviceCheck:
         at = self.collected % RING
         self._ring[at].copy_(self.slots, non_blocking=True)
         if self._cuda:
-            self._arrived[at].record()
+            raw = _raw_stream(self._index)
+            if raw != self._raw:  # making the object takes longer than recording the event
+                self._raw, self._stream = raw, torch.cuda.current_stream(self.device)
+            self._arrived[at].record(self._stream)
         self.collected += 1
 
     def poll(self) -> list[Verdict]:
@@ -120,13 +128,33 @@ class DeviceCheck:
 
     def _fresh(self, words: Any) -> list[Verdict]:
         """The verdicts in a copy of the slots that are newer than the last one returned."""
-        signed = [verdict for verdict in map(decode, words) if verdict is not None]
-        fresh = sorted((v for v in signed if v.step > self._last), key=lambda v: v.step)
+        fresh = self._next(words) or self._newer(words)
         for verdict in fresh:
             self.lost += verdict.step - self._last - 1
             self.checked += verdict.launches > self._runs
             self._last, self._runs = verdict.step, verdict.launches
         return fresh
+
+    def _next(self, words: Any) -> list[Verdict]:
+        """The verdicts of the steps that follow the last one, each where it has to be: nearly
+        always one, and nothing else is looked at.
+        """
+        found: list[Verdict] = []
+        step = self._last + 1
+        while len(found) < SLOTS:
+            at = (step - 1) % SLOTS * WORDS
+            verdict = decode(words[at : at + WORDS]) if words[at + 1] == step else None
+            if verdict is None:
+                break
+            found.append(verdict)
+            step += 1
+        return found
+
+    def _newer(self, words: Any) -> list[Verdict]:
+        """All verdicts that are newer than the last one, where some were lost."""
+        signed = [decode(words[at : at + WORDS]) for at in range(0, SLOTS * WORDS, WORDS)]
+        newer = [v for v in signed if v is not None and v.step > self._last]
+        return sorted(newer, key=lambda verdict: verdict.step)
 
     def _closing(self) -> Operands:
         empty = Buffers(live_count=self.state, lens=self.state)

@@ -61,24 +61,25 @@ class ParentsOf:
         self.w = int(parents.shape[1])
         size = triton.next_power_of_2(max(self.w, 2))
         self._meta = {"W": size, "ROUNDS": size.bit_length() - 1, "ROWS": 16}
+        self._own = (parents.data_ptr(), depths.data_ptr())
+        self._aligned = all(pointer % 16 == 0 for pointer in self._own)
+        self._index = parents.device.index or 0
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, child: Any, sibling: Any, bs: int) -> None:
         """Queue the launch for the first `bs` lanes; links (bs, w) of integers, contiguous."""
         args = (child, sibling, self.parents, self.depths, self.w)
-        pointers = [tensor.data_ptr() for tensor in args[:4]]
-        aligned = all(pointer % 16 == 0 for pointer in pointers)
+        one, two = child.data_ptr(), sibling.data_ptr()
+        aligned = self._aligned and one % 16 == 0 == two % 16
         if not aligned or not hasattr(parents_kernel, "device_caches"):
             parents_kernel[(bs,)](*args, num_warps=4, **self._meta)
             return
         kind = (child.dtype, sibling.dtype)
         if kind not in self._compiled:
-            self._compiled[kind] = parents_kernel.warmup(
-                *args, grid=(bs,), num_warps=4, **self._meta
-            )
-        code = self._compiled[kind]
-        stream = torch._C._cuda_getCurrentRawStream(child.device.index or 0)
-        code.run(
-            bs, 1, 1, stream, code.function, code.packed_metadata, None, None, None,
-            *pointers, self.w, *self._meta.values(),
-        )  # fmt: skip
+            code = parents_kernel.warmup(*args, grid=(bs,), num_warps=4, **self._meta)
+            run = code.run  # loads the module; `function` is set after that
+            head = (code.function, code.packed_metadata, None, None, None)
+            self._compiled[kind] = run, head, (*self._own, self.w, *self._meta.values())
+        run, head, tail = self._compiled[kind]
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        run(bs, 1, 1, stream, *head, one, two, *tail)

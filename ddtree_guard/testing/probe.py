@@ -9,6 +9,7 @@ or a benchmark puts one on the path; it is no part of an installed guard. It rea
     DDTREE_GUARD_PROBE_PLANT=W3@50   the fault of W3 in the first verify step from the 50th on that
                                      can hold it: bs >= 2, on the last request; W3@50+ in all
                                      steps from then on
+    DDTREE_GUARD_PROBE_TIMES=on      measure the host time of the guard's part of every site
 
 Further faults: each line added to the file that is named like FILE, ending in .plant, is a rule,
 planted at once.
@@ -16,11 +17,15 @@ planted at once.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import statistics
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ from ddtree_guard.hooks import arm
 from ddtree_guard.testing.live import plant_at
 
 PERIOD_S = 0.5
+KEPT = 4000  # newest times of a site and batch size
 
 
 def load() -> None:
@@ -44,8 +50,11 @@ def _run() -> None:
     first = [(rule, int(step.rstrip("+") or 1))] if rule else []
     plans: list[dict[str, Any]] = []
     asked = bool(setting("DDTREE_GUARD_PROBE_ASKED"))
+    watch: Stopwatch | None = None
     while True:
         time.sleep(PERIOD_S)
+        if arm.GUARDS and watch is None and setting("DDTREE_GUARD_PROBE_TIMES"):
+            watch = Stopwatch(arm.GUARDS[-1])
         if asked and target.exists():
             continue
         if not arm.GUARDS:
@@ -57,13 +66,69 @@ def _run() -> None:
             plans.append({"rule": rule, "from": step_id, "at": None})
             plans[-1] |= {"always": True} if always and len(plans) == 1 else {}
             plant_at(guard, plans[-1])
-        _write(target, {**counters(guard), "planted": plans[0] if plans else None, "plants": plans})
+        times = {} if watch is None else {"host_us": watch.table()}
+        first_plan = plans[0] if plans else None
+        _write(target, {**counters(guard), "planted": first_plan, "plants": plans, **times})
 
 
 def _asked(target: Path) -> list[str]:
     """Rules that were asked for while the server runs."""
     path = target.with_suffix(".plant")
     return path.read_text().split() if path.exists() else []
+
+
+class Stopwatch:
+    """Host time of a guard's own code, by site and number of requests, and of whole steps: from
+    one `begin` to the next. Its own calls of the clock are in the steps, not in the sites.
+    """
+
+    SITES = ("begin", "built", "accepted", "end", "resolve", "commit")
+
+    def __init__(self, guard: Any) -> None:
+        self._times: dict[tuple[int, str], deque[float]] = {}
+        self._bs, self._last = 0, 0
+        for name in self.SITES:
+            setattr(guard, name, self._timed(name, getattr(guard, name)))
+        told = guard.flight.accepted
+        guard.flight.accepted = self._timed("told", told)
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def timed(*args: Any) -> Any:
+            begun = time.perf_counter_ns()
+            if name == "begin":
+                self._step(begun, len(getattr(args[0], "reqs", None) or ()))
+            begun = time.perf_counter_ns()
+            try:
+                return call(*args)
+            finally:
+                self._keep(name, time.perf_counter_ns() - begun)
+
+        return timed
+
+    def _step(self, now: int, bs: int) -> None:
+        if bs == self._bs:
+            self._keep("step", now - self._last)
+        self._bs, self._last = bs, now
+
+    def _keep(self, name: str, ns: int) -> None:
+        key = (self._bs, name)
+        if key not in self._times:
+            self._times[key] = deque(maxlen=KEPT)
+        self._times[key].append(ns / 1000)
+
+    def table(self) -> dict[str, dict[str, Any]]:
+        """By number of requests and site: how many times, median, mean and 99th percentile."""
+        found: dict[str, dict[str, Any]] = {}
+        for (bs, name), times in list(self._times.items()):
+            held = sorted(times)
+            found.setdefault(str(bs), {})[name] = {
+                "n": len(held),
+                "median": round(statistics.median(held), 2),
+                "mean": round(statistics.fmean(held), 2),
+                "p99": round(held[len(held) * 99 // 100], 2),
+            }
+        return found
 
 
 def counters(guard: Any) -> dict[str, Any]:
