@@ -7,7 +7,7 @@ already see is wrong, and the argument tuple, so that a launch is one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -35,6 +35,7 @@ _NEEDS = {
     "T1": ("tree",), "T2": ("tree",), "T3": ("links",), "T4": ("tree",), "T6": ("tree",),
     "P1": ("positions", "tree"), "K1": ("out_cache_loc",), "K2": ("out_cache_loc",),
 }  # fmt: skip
+_MASK_RULES = frozenset({"M1", "M2", "M3", "M4", "M6"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +188,8 @@ def verify_operands(
     has = _present(buffers, shape)
     tile = tile or tile_for(shape.w, shape.lanes, shape.depth)
     rules = covered_rules(has, shape)
+    if ring is None and not _MASK_RULES.intersection(rules):  # it is laid out for other rules
+        buffers, has = replace(buffers, mask=None), has - {"mask", "words"}
     seen = _seen_by_host(shape)
     contract, pads = shape.contract, shape.contract.pad_lanes
     mask, kvi = buffers.mask, buffers.kv_indices
