@@ -17,7 +17,7 @@ from ddtree_guard.device import selftest
 from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.device.operands import Decision, Operands, Shape
 from ddtree_guard.device.tree import ParentsOf
-from ddtree_guard.device.verdict import Verdict, explain
+from ddtree_guard.device.verdict import PARTIAL, Verdict, explain
 from ddtree_guard.errors import IncompatibleError
 from ddtree_guard.guard import Guard, find_rule
 from ddtree_guard.hooks.checker import HostChecker
@@ -66,7 +66,7 @@ class DeviceChecker:
         self._launches: dict[Any, Launch] = {}
         self._eager: dict[Any, tuple[dict[str, Any], dict[Any, Decision]]] = {}
         self._stale = False  # captures have left bits of dummy batches
-        self._closed = 0  # steps closed since the last reset
+        self._closed = 0  # steps closed since the last reset: `Verdict.close`
         self._verdicts: dict[int, Verdict] = {}
         self._runs = 0
         self._alert = 0
@@ -157,7 +157,7 @@ class DeviceChecker:
             return record.findings
         number, launch = record.ticket
         for new in self.graphs.check.poll():
-            self._verdicts[new.step] = new
+            self._verdicts[new.close] = new
         verdict: Verdict | None = self._verdicts.pop(number, None)
         if self._verdicts:
             self._verdicts = {n: held for n, held in self._verdicts.items() if n > number}
@@ -189,7 +189,12 @@ class DeviceChecker:
             if finding.rule == "DG1":
                 sure = own
             else:
-                sure = finding.rule in verdict.rules and (own or _same_place(finding, verdict))
+                seen = finding.rule in verdict.rules
+                sure = (
+                    (seen or finding.rule in PARTIAL)
+                    if own
+                    else seen and _same_place(finding, verdict)
+                )
             if sure:
                 found.setdefault(finding.rule, finding)
         for name in verdict.rules:

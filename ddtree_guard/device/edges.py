@@ -156,5 +156,7 @@ def close_kernel(
                 report(slots, slot, lane, cols, found, enabled)
     if lane == 0:
         closed = tl.load(state + 1)
+        closes = tl.load(state + 3) + 1
+        tl.store(state + 3, closes)
         if begun != closed:
-            close_step(state, slots, slot, begun)
+            close_step(state, slots, slot, begun, closes)

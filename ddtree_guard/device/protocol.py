@@ -1,14 +1,17 @@
 """The fused Triton kernels: one launch compares a verify step's buffers with its tree.
 
 Verdict protocol. `state` holds int64 words: [0] A, steps begun; [1] B, steps closed; [2] launches
-of `verify_kernel`. `slots` is int64 [4, WORDS]; a step's slot is `B % 4` while it is open. Words:
-    0 magic, 1 step counter, 2 rule bits, 3 launches, 4 live requests, 8+k first offender of bit k
+of `verify_kernel`; [3] launches of `close_kernel`. `slots` is int64 [4, WORDS]; a step's slot is
+`B % 4` while it is open. Words:
+    0 magic, 1 step counter, 2 rule bits, 3 launches, 4 live requests, 5 launches of `close_kernel`,
+    8+k first offender of bit k
 `verify_kernel` and `table_kernel` read B and never write it; program (0, 0) of `verify_kernel`
 writes A = B + 1. `close_kernel` reads A and never writes it; its program 0 writes magic and counter
 into the open slot, clears the next one and sets B = A. So no word is read and written by different
 programs of one launch, and stream order does the rest: there is no ticket, no fence and no
 atomic on a clean step. A verdict is valid once a copy queued after `close_kernel` has arrived.
 A launch that never ran leaves A = B: the counter stands still and the host sees a step unchecked.
+The host knows its steps by word 5, which counts on: the steps after it keep their numbers.
 What the launch packs for the recorder lies in slot (B + 1) % steps of the ring, see `ring_program`.
 
 Bits accumulate by atomic OR; offenders by atomic minimum of `request * ROW_RADIX + row`, so the
@@ -161,7 +164,9 @@ def begin_step(
 
 
 @triton.jit
-def close_step(state: tl.tensor, slots: tl.tensor, slot: tl.tensor, begun: tl.tensor) -> None:
+def close_step(
+    state: tl.tensor, slots: tl.tensor, slot: tl.tensor, begun: tl.tensor, closes: tl.tensor,
+) -> None:  # fmt: skip
     """Sign the open slot, clear the next one, and let the next step open it."""
     word = tl.arange(0, cWORDS)
     following = slots + (begun % 4) * cWORDS
@@ -169,4 +174,5 @@ def close_step(state: tl.tensor, slots: tl.tensor, slot: tl.tensor, begun: tl.te
     tl.store(slots + slot * cWORDS, (begun * 0) + cMAGIC)
     tl.store(slots + slot * cWORDS + 1, begun)
     tl.store(slots + slot * cWORDS + 3, tl.load(state + 2))
+    tl.store(slots + slot * cWORDS + 5, closes)
     tl.store(state + 1, begun)

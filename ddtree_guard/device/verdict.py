@@ -26,7 +26,8 @@ ASSUMES: Mapping[str, tuple[str, ...]] = {
 class Verdict:
     """One step's verdict. `first` maps each broken rule to its first offender (request, row).
 
-    `step` counts closed steps from 1; `launches` counts launches of the build check; `live` is bs.
+    `step` counts steps from 1 whose check began; `launches` counts launches of the build check;
+    `live` is bs; `close` counts the ends of steps, also of those whose check did not run.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Verdict:
     launches: int = 0
     live: int = 0
     first: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    close: int = 0
 
     @property
     def rules(self) -> tuple[str, ...]:
@@ -51,7 +53,7 @@ def decode(words: Sequence[int] | Any) -> Verdict | None:
             key = int(words[8 + bit])
             if bits >> bit & 1 and key != NO_OFFENDER:
                 first[name] = divmod(key, ROW_RADIX)
-    return Verdict(int(words[1]), bits, int(words[3]), int(words[4]), first)
+    return Verdict(int(words[1]), bits, int(words[3]), int(words[4]), first, int(words[5]))
 
 
 def explain(

@@ -11,10 +11,11 @@ import torch
 
 from ddtree_guard.checks import ALL
 from ddtree_guard.config import Depth
+from ddtree_guard.device import operands
 from ddtree_guard.device.from_step import buffers_of, operands_from_step, run_step, shape_of
 from ddtree_guard.device.launch import DeviceCheck
-from ddtree_guard.device.operands import Tile
-from ddtree_guard.device.protocol import BITS
+from ddtree_guard.device.operands import Tile, bytes_read
+from ddtree_guard.device.protocol import BITS, HAS_BITS
 from ddtree_guard.device.verdict import Verdict
 from ddtree_guard.errors import UsageError
 from ddtree_guard.step import Contract, Step
@@ -60,6 +61,21 @@ def test_a_tree_wider_than_one_pass_of_each_filter() -> None:
     slots[-1] = slots[-290]
     verdict = verdict_of(step.replace(slots__out_cache_loc=slots), Depth.FAST)
     assert {rule: verdict.first.get(rule) for rule in rows} == rows
+
+
+@pytest.mark.parametrize("w", [7, 300])
+def test_siblings_apart_in_a_sorted_tree(w: int) -> None:
+    """Sorted by depth; the last node moves to the parent of the first of its depth."""
+    step = sound_step(5, w=w, kind="star", block=3, lens=(3, 6), full_trees=True)
+    parents, depths = step.tree.parents.copy(), step.tree.depths.copy()
+    parents[:, w - 3 :], depths[:, w - 3 :] = [1, 2, 3], 2
+    step = step.replace(
+        contract=dataclasses.replace(step.contract, depth_major=True),
+        tree__parents=parents, tree__depths=depths,
+    )  # fmt: skip
+    assert "T2" not in verdict_of(step, Depth.FAST).rules
+    parents[1, w - 1] = 1
+    assert verdict_of(step.replace(tree__parents=parents), Depth.FAST).first["T2"] == (1, w - 1)
 
 
 def test_bits_are_those_of_the_rules() -> None:
@@ -129,6 +145,42 @@ def test_mask_of_bool_and_of_bytes() -> None:
     assert {"M1", "M2"} <= set(verdict_of(twos).rules)
 
 
+@pytest.mark.parametrize(("w", "offset"), [(1, 3), (17, 0), (17, 15), (40, 7)])
+def test_mask_cells_at_the_edges_of_a_buffer_at_any_address(w: int, offset: int) -> None:
+    """Rows begin and end within words, the buffer too; around it are ones that do not count."""
+    step = sound_step(4, w=w, lens=(0, 5), full_trees=True)
+    buffers, check = buffers_of(step, "cpu"), DeviceCheck("cpu")
+    room = torch.ones(buffers.mask.numel() + 64, dtype=torch.uint8)
+    room = room[-room.data_ptr() % 16 + offset :]
+    mask = room[: buffers.mask.numel()]
+    mask.copy_(buffers.mask)
+    operands = check.bind(dataclasses.replace(buffers, mask=mask), shape_of(step))
+    rules = []
+    for cell in (None, 0, w * w - 1, len(mask) - 1, len(mask) - w):
+        if cell is not None:
+            mask[cell] ^= 1
+        check.check(operands)
+        check.close()
+        check.collect()
+        rules += ["M2" in verdict.rules for verdict in check.poll()]
+        if cell is not None:
+            mask[cell] ^= 1
+    assert rules == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("w", [9, 70])
+def test_ones_that_moved_are_found_though_no_row_has_more_or_fewer(w: int) -> None:
+    """The last row loses the root, or its parent, for a node that is not on its path."""
+    step = sound_step(4, w=w, lens=(3, 6), full_trees=True)
+    last = step.mask.cells[-w:]
+    free = int(np.flatnonzero(last == 0)[0])
+    for lost in (0, int(step.tree.parents[1, w - 1])):
+        cells = step.mask.cells.copy()
+        cells[len(cells) - w + lost], cells[len(cells) - w + free] = 0, 1
+        verdict = verdict_of(step.replace(mask__cells=cells), Depth.FAST)
+        assert verdict.first["M2"] == (1, w - 1)
+
+
 def test_fast_depth_sees_the_ends_of_the_prefix_only() -> None:
     step = sound_step(4, **SMALL)
     start = int(step.layout.mask_indptr[2])
@@ -138,6 +190,27 @@ def test_fast_depth_sees_the_ends_of_the_prefix_only() -> None:
         cells[start + column] = 0
         hidden[column] = "M1" in verdict_of(step.replace(mask__cells=cells), Depth.FAST).rules
     assert hidden == {0: True, 1: False, 29: True}
+
+
+@pytest.mark.parametrize("why", ["window", "contract"])
+def test_a_mask_that_no_rule_judges_is_not_read(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = sound_step(4, **SMALL)
+    shape = shape_of(step)
+    if why == "window":
+        shape = dataclasses.replace(shape, window=True)
+    else:
+        skipped = dict.fromkeys(("M1", "M2", "M3", "M4", "M6"), "not read")
+        contract = dataclasses.replace(step.contract, not_checked=skipped)
+        shape = dataclasses.replace(shape, contract=contract)
+    launched: list[int] = []
+    monkeypatch.setattr(operands, "bind", lambda *a, HAS, **k: launched.append(HAS) or (lambda: 0))
+    buffers = buffers_of(step, "cpu")
+    bound = DeviceCheck("cpu").bind(buffers, shape)
+    assert not launched[-1] & (HAS_BITS["mask"] | HAS_BITS["words"])
+    assert bound.bytes_read == bytes_read(dataclasses.replace(buffers, mask=None), shape)
+    assert not {"M1", "M2", "M3", "M4", "M6"} & set(bound.rules)
+    DeviceCheck("cpu").bind(buffers, shape_of(step))
+    assert launched[-1] & HAS_BITS["mask"]
 
 
 def test_siblings_in_another_order_are_sound() -> None:

@@ -92,6 +92,18 @@ def test_step_without_a_check_lowers_the_coverage(check: DeviceCheck, sound: Ste
     assert (check.checked, check.coverage) == (1, 0.5)
 
 
+def test_a_check_that_does_not_run_costs_one_step_its_verdict(
+    check: DeviceCheck, sound: StepOperands, bad: StepOperands
+) -> None:
+    """The steps after it are still known by the number of their close."""
+    run_step(check, sound)
+    check.close()
+    check.collect()
+    run_step(check, bad)
+    run_step(check, sound)
+    assert [(v.close, v.rules) for v in check.poll()] == [(1, ()), (3, ("P1",)), (4, ())]
+
+
 def test_bits_of_one_step_gather_over_its_launches(check: DeviceCheck) -> None:
     step = sound_step(1, **SIZES)
     for rule in ("K3", "P1", "A3"):
@@ -130,9 +142,9 @@ def words(**values: int) -> Any:
 
 
 def test_decode() -> None:
-    row = words(w0=MAGIC, w1=7, w2=1 << BITS["M2"], w3=6, w4=3)
+    row = words(w0=MAGIC, w1=7, w2=1 << BITS["M2"], w3=6, w4=3, w5=9)
     row[8 + BITS["M2"]] = 2 * ROW_RADIX + 5
-    assert decode(row) == Verdict(7, 1 << BITS["M2"], 6, 3, {"M2": (2, 5)})
+    assert decode(row) == Verdict(7, 1 << BITS["M2"], 6, 3, {"M2": (2, 5)}, 9)
     assert decode(words(w1=7)) is None
 
 

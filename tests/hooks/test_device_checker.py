@@ -73,13 +73,15 @@ def test_sound_steps_are_all_checked_and_clean(
     assert not guard.fuses.faults
 
 
-def _plant_next(guard: Any, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+def _plant_next(
+    guard: Any, monkeypatch: pytest.MonkeyPatch, rule: str, request: int | None = None
+) -> None:
     from ddtree_guard.testing.plant import plant
 
     build = guard.checker.build
 
     def planted(record: Any, view: Any) -> None:
-        plant(rule, view)
+        plant(rule, view, request)
         monkeypatch.setattr(guard.checker, "build", build)
         build(record, view)
 
@@ -107,6 +109,27 @@ def test_a_fault_is_found_by_its_bit_and_gets_its_words(
     assert found[rule]["rid"] in ("r2", "-")
 
 
+@pytest.mark.parametrize("request_at", [2, 0], ids=["across", "within"])
+def test_a_slot_written_twice_is_named_by_the_rule_of_each(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    request_at: int,
+) -> None:
+    """The slot of row 0 of request 0, written again by this request's last row. Across requests the
+    device sees that it is not the table's (K3); who the victim is (K2) the host finds.
+    """
+    server, guard = start(_case("DDTREE", True))
+    for _ in range(3):
+        server.step()
+    _plant_next(guard, monkeypatch, "K2", request_at)
+    server.step()
+    found = {line["rule"]: line for line in lines()}
+    assert set(found) == {"K2", "K3"}
+    assert {line["rid"] for line in found.values()} == {f"r{request_at}"}
+    assert guard.coverage.steps_checked == 4
+
+
 def test_a_step_whose_buffers_were_reused_keeps_rule_and_request(
     start: Callable[..., Any],
     lines: Callable[[], list[dict[str, str]]],
@@ -125,14 +148,20 @@ def test_a_step_whose_buffers_were_reused_keeps_rule_and_request(
     assert {line["step"] for line in lines()} == {"4"}
 
 
-def test_a_graph_that_does_not_run_the_check_is_counted(start: Callable[..., Any]) -> None:
+def test_a_graph_that_does_not_run_the_check_costs_that_step_alone(
+    start: Callable[..., Any],
+) -> None:
     server, guard = start(_case("DDTREE", True))
     if not any(launch.recorded for launch in guard.checker._launches.values()):
         pytest.skip("0.5.12 has no place inside the graph; the check is launched before it")
     server.step()
-    server.replayed = lambda: None
+    replayed, server.replayed = server.replayed, lambda: None
     server.step()
     assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (2, 1)
+    server.replayed = replayed
+    server.step()
+    server.step()
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (4, 3)
 
 
 def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., Any]) -> None:
