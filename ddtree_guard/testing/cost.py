@@ -89,4 +89,4 @@ def sign(slots: Any, step: int, live: int) -> None:
     """What the kernels leave of a clean step in `slots`, the verdict as an array; `step` counts
     from 1.
     """
-    slots[(step - 1) % protocol.SLOTS, :5] = protocol.MAGIC, step, 0, step, live
+    slots[(step - 1) % protocol.SLOTS, :6] = protocol.MAGIC, step, 0, step, live, step
