@@ -32,6 +32,7 @@ from ddtree_guard.rule import Finding, Rule
 ALERT = 8  # steps read to the host after a hit, so that a fault that stays gets its numbers
 # every n-th step is read to the host as well; each costs some milliseconds
 SAMPLE = {Depth.FAST: 16_384, Depth.FULL: 64}
+EAGER = 32  # sizes of eager steps whose arrays are kept
 FIRST = 2  # so are the first ones of each runtime state and path
 
 
@@ -145,7 +146,11 @@ class DeviceChecker:
     def verify(self, record: Record) -> None:
         """Close the step where no walk did, and queue the copy of the verdict."""
         self.walked(record)
-        if self.graphs is None or record.ticket is None:
+        if self.graphs is None:
+            return
+        if record.ticket is None:  # what a graph checked of it must not pass to the next step
+            self.graphs.check.close()
+            self._closed += 1
             return
         self.graphs.check.collect()
         if record.step is not None:
@@ -214,6 +219,16 @@ class DeviceChecker:
             self.graphs = GraphChecks(DeviceCheck(view.batch.seq_lens.device))
         return self.graphs
 
+    def _eager_trees(self, lanes: int, w: int, batch: Any, chain: bool) -> Any:
+        """Arrays for eager steps of a size, and outcomes by kind: of the last sizes, as requests
+        choose among many.
+        """
+        held = self._eager.pop((lanes, w, chain), None) or (_trees(lanes, w, batch, chain), {})
+        self._eager[lanes, w, chain] = held
+        if len(self._eager) > EAGER:
+            del self._eager[next(iter(self._eager))]
+        return held
+
     def _bind(self, view: View) -> Launch:
         backend, batch, runner = view.backend, view.batch, view.runner
         facts = facts_of(type(backend))
@@ -226,10 +241,7 @@ class DeviceChecker:
             trees = _trees(lanes, w, batch, contract.chain)
             decisions: dict[Any, Decision] = {}
         else:  # arrays of our own outlive the step: steps follow each other on one stream
-            if (lanes, w, contract.chain) not in self._eager:
-                fresh = _trees(lanes, w, batch, contract.chain)
-                self._eager[lanes, w, contract.chain] = (fresh, {})
-            trees, decisions = self._eager[lanes, w, contract.chain]
+            trees, decisions = self._eager_trees(lanes, w, batch, contract.chain)
             trees["tokens"] = batch.input_ids
         shape = Shape(
             lanes=lanes,

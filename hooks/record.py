@@ -33,7 +33,7 @@ class Record:
     `view` and `step` come with the build site; `findings` of a host checker are known at once,
     those of the device when its verdict has arrived. `ticket` belongs to the checker, `note` to the
     recorder, which has `kept` the step, `shadow` and `rows` to shadow mode. `mark` is the device's
-    count of launches at this step, `w` the step's width.
+    number of this step, which names its slot in the ring; `w` the step's width.
     `reused`: what the launch read may belong to another forward by now, and explains nothing.
     `doubt`: the host has seen something that only the whole step can put into words. `why`: the
     reason for which the step cannot be checked.

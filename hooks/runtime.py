@@ -98,7 +98,7 @@ class ServerGuard:
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         self._open: dict[int, tuple[Any, Record]] = {}
         self._steps = 0
-        self._batch: tuple[tuple[Any, ...], tuple[str, ...]] = ((), ())  # the newest: reqs, rids
+        self._named: tuple[list[Any], tuple[str, ...]] = ([], ())  # the newest batch's ids, as text
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
         self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
@@ -174,9 +174,10 @@ class ServerGuard:
             return
         if mode.is_decode():
             self._steps += 1
-            if reqs != self._batch[0]:
-                self._batch = reqs, tuple([str(req.rid) for req in reqs])
-            self.current = Record(self._steps, *self._batch)
+            ids = [req.rid for req in reqs]  # no requests: finished ones would live on
+            if ids != self._named[0]:
+                self._named = ids, tuple(map(str, ids))
+            self.current = Record(self._steps, reqs, self._named[1])
         elif self.taints:
             self._look_for_reuse(reqs)
 

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ddtree_guard.config import Config, Depth, Mode
-from ddtree_guard.hooks import arm
+from ddtree_guard.hooks import arm, device_checker
 from ddtree_guard.hooks.links import with_parents
 from ddtree_guard.step import Tree
 from ddtree_guard.testing.cases import VerifyCase, grow_trees
@@ -162,6 +163,46 @@ def test_a_graph_that_does_not_run_the_check_costs_that_step_alone(
     server.step()
     server.step()
     assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (4, 3)
+
+
+def test_what_a_graph_checked_of_a_step_that_was_not_built_is_not_the_next_one_s(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, guard = start(_case("DDTREE", True))
+    if not any(launch.recorded for launch in guard.checker._launches.values()):
+        pytest.skip("0.5.12 has no place inside the graph; the check is launched before it")
+    for _ in range(3):
+        server.step()
+    fill = device_checker._fill
+
+    def broken(trees: Any, view: Any) -> None:
+        monkeypatch.setattr(device_checker, "_fill", fill)
+        raise RuntimeError("planted")
+
+    _plant_next(guard, monkeypatch, "P1")
+    monkeypatch.setattr(device_checker, "_fill", broken)
+    server.step()
+    for _ in range(3):
+        server.step()
+    assert [line for line in lines() if "rule" in line] == []
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (7, 6)
+
+
+def test_eager_steps_of_many_sizes_keep_arrays_of_the_last_ones(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, guard = start(_case("DDTREE", False))
+    server.step()
+    (size,) = guard.checker._eager
+    kept = guard.checker._eager[size]
+    monkeypatch.setattr(device_checker, "EAGER", 3)
+    batch = SimpleNamespace(seq_lens=guard.checker.graphs.live_count, input_ids=None)
+    for lanes in range(10, 20):
+        guard.checker._eager_trees(lanes, size[1], batch, size[2])
+        assert guard.checker._eager_trees(*size[:2], None, size[2]) is kept
+    assert [key[0] for key in guard.checker._eager] == [18, 19, size[0]]
 
 
 def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., Any]) -> None:
