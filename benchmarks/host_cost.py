@@ -87,8 +87,7 @@ class Bench:
         self.check = guard.checker.graphs.check  # type: ignore[attr-defined]
         on_stream(self.check)
         self.slots = self.check.slots.numpy()
-        self.check.reset()
-        guard.checker._closed = guard.checker._runs = 0  # type: ignore[attr-defined]
+        guard.checker.ready()
         self.walk = server.model_worker.server._walk(
             server.prepare(server.batch(DECODE, server.reqs))
         )

@@ -67,9 +67,10 @@ class DeviceChecker:
         self._launches: dict[Any, Launch] = {}
         self._eager: dict[Any, tuple[dict[str, Any], dict[Any, Decision]]] = {}
         self._stale = False  # captures have left bits of dummy batches
-        self._closed = 0  # steps closed since the last reset: `Verdict.close`
-        self._verdicts: dict[int, Verdict] = {}
-        self._runs = 0
+        self._closed = 0  # steps closed; the number of the newest
+        self._since = 0  # those before the last reset, from which `Verdict.close` counts
+        self._verdicts: dict[int, tuple[int, Verdict]] = {}  # by number; with `_since`
+        self._runs = (0, 0)  # `_since`, and launches until the newest verdict
         self._alert = 0
         self._seen: dict[tuple[str, str], int] = {}
 
@@ -78,9 +79,9 @@ class DeviceChecker:
         """Forget what warm-up and capture checked."""
         self._stale = False
         if self.graphs is not None:
+            self._poll()  # a step may be in flight
             self.graphs.captured()
-            self._closed = self._runs = 0
-            self._verdicts.clear()
+            self._since = self._closed
             if self.tape is not None:
                 self.tape.restart()
 
@@ -161,18 +162,24 @@ class DeviceChecker:
         if self.graphs is None or not isinstance(record.ticket, tuple):
             return record.findings
         number, launch = record.ticket
-        for new in self.graphs.check.poll():
-            self._verdicts[new.close] = new
-        verdict: Verdict | None = self._verdicts.pop(number, None)
+        self._poll()
+        since, verdict = self._verdicts.pop(number, (0, None))
         if self._verdicts:
             self._verdicts = {n: held for n, held in self._verdicts.items() if n > number}
         if verdict is None:
             return record.findings
-        record.checked = verdict.launches > self._runs
-        self._runs, record.mark = verdict.launches, verdict.step
-        if self.tape is not None:
+        record.checked = verdict.launches > (self._runs[1] if since == self._runs[0] else 0)
+        self._runs, record.mark = (since, verdict.launches), verdict.step
+        if self.tape is not None and since == self._since:
             self.tape.settled(record)
         return self._words(record, verdict, launch) if verdict.bits else record.findings
+
+    def _poll(self) -> None:
+        """Keep the verdicts that have arrived, but for those of warm-up batches."""
+        if self.graphs is not None:
+            for new in self.graphs.check.poll():
+                if self._since + new.close <= self._closed:
+                    self._verdicts[self._since + new.close] = (self._since, new)
 
     def _words(self, record: Record, verdict: Verdict, launch: Launch) -> list[Finding]:
         self._alert = ALERT

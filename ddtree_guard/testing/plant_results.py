@@ -87,11 +87,11 @@ class Results:
     def _claim(self, checker: Any, record: Any) -> None:
         """A bit that the kernel did not set, on the last request's first row."""
         number, last = record.ticket[0], len(record.rids) - 1
-        checker._verdicts |= {new.step: new for new in checker.graphs.check.poll()}
-        verdict = checker._verdicts.get(number)
+        checker._poll()
+        since, verdict = checker._verdicts.get(number, (0, None))
         if verdict is not None:
             bits, first = verdict.bits | 1 << BITS[CLAIMED], {**verdict.first, CLAIMED: (last, 0)}
-            checker._verdicts[number] = replace(verdict, bits=bits, first=first)
+            checker._verdicts[number] = since, replace(verdict, bits=bits, first=first)
 
 
 class _Liar:
