@@ -149,12 +149,16 @@ def test_a_step_whose_buffers_were_reused_keeps_rule_and_request(
     assert {line["step"] for line in lines()} == {"4"}
 
 
+def _require_check_in_graph(guard: Any) -> None:
+    if not any(launch.recorded for launch in guard.checker._launches.values()):
+        pytest.skip("0.5.12 has no place inside the graph; the check is launched before it")
+
+
 def test_a_graph_that_does_not_run_the_check_costs_that_step_alone(
     start: Callable[..., Any],
 ) -> None:
     server, guard = start(_case("DDTREE", True))
-    if not any(launch.recorded for launch in guard.checker._launches.values()):
-        pytest.skip("0.5.12 has no place inside the graph; the check is launched before it")
+    _require_check_in_graph(guard)
     server.step()
     replayed, server.replayed = server.replayed, lambda: None
     server.step()
@@ -171,8 +175,7 @@ def test_what_a_graph_checked_of_a_step_that_was_not_built_is_not_the_next_one_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server, guard = start(_case("DDTREE", True))
-    if not any(launch.recorded for launch in guard.checker._launches.values()):
-        pytest.skip("0.5.12 has no place inside the graph; the check is launched before it")
+    _require_check_in_graph(guard)
     for _ in range(3):
         server.step()
     fill = device_checker._fill
@@ -225,8 +228,7 @@ def test_a_capture_does_not_lose_the_verdict_of_a_step_in_flight(
 ) -> None:
     """It comes late, and is not taken for one of the steps after the capture."""
     server, guard = start(_case("DDTREE", True))
-    if not any(launch.recorded for launch in guard.checker._launches.values()):
-        pytest.skip("0.5.12 has no place inside the graph; the check is launched before it")
+    _require_check_in_graph(guard)
     for _ in range(3):
         server.step()
     _plant_next(guard, monkeypatch, "P1")
