@@ -98,6 +98,8 @@ class Tape:
             frame, kinds = record.note
             self.recorder.packed(record.mark, frame, kinds, (record.step_id, record.rids))
             record.kept = True
+        elif self.packer is not None:
+            self.packer.ring.passed(record.mark)
 
     @quietly
     def as_it_was(self, late: Step) -> Step | None:

@@ -22,6 +22,7 @@ from ddtree_guard.step import ARRAY_SHAPES, PARTS, Step
 MAX_BYTES = 8 << 20
 HEADER = 4  # words: the mark of this step, then spare ones
 AHEAD = 6  # slots that a device may be writing: more steps than can be in flight
+MEANWHILE = 3  # more steps than a device can begin while its ring is copied
 BITS = "mask.tree_bits"
 # Field and its room in words, in terms of lanes L, width w and bit words per row.
 FIELDS: Mapping[str, str] = {
@@ -145,6 +146,10 @@ class Ring:
         self._newest = mark
         self._set(mark % self.steps, mark, base, kinds, who)
 
+    def passed(self, mark: int) -> None:
+        """The host has waited for a step with this mark, of which nothing is placed."""
+        self._newest = mark
+
     def restart(self) -> None:
         """Forget every step: the device counts its marks from 1 again."""
         self._newest = 0
@@ -217,15 +222,24 @@ class Ring:
             block = None
         if block is None:
             return list(self._kept)
-        torn = {(self._newest + n) % self.steps for n in range(1, AHEAD + 1)}
+        written = int(block[:, 0].max(initial=0))  # nobody may have waited for these steps
         return [
             (slot, block[at])
             for at, slot in enumerate(slots)
             if slot is not None
-            and at not in torn
             and self._slots[at] is slot
             and block[at, 0] == slot.mark
+            and not self._torn(slot.mark, written)
         ]
+
+    def _torn(self, mark: int, written: int) -> bool:
+        """Whether the slot of this mark may have been overwritten while it was copied: by a step
+        around the newest one, whose words come before its own mark.
+        """
+        first = max(self._newest, written) - AHEAD
+        last = max(self._newest + AHEAD, written + MEANWHILE)
+        other = last - (last - mark) % self.steps  # the last of them that has this slot
+        return other > max(mark, first)
 
     def _takes(self, step: Step, values: Mapping[str, Any]) -> bool:
         return self.fits(step.padded_bs, step.w) and all(
