@@ -65,7 +65,7 @@ def drifted(record: Record, tokens: Sequence[Any], rank: str) -> Step | None:
     `record.kv_before` holds the lengths before SGLang committed; `tokens` the tokens that it kept.
     """
     before, after = record.kv_before, kv_lengths(record.reqs)
-    if len(tokens) != len(after) or None in before or None in after:
+    if not len(before) == len(after) == len(tokens) or None in before or None in after:
         return None
     kept = list(map(len, tokens))
     if list(map(operator.sub, after, before)) == kept:

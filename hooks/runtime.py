@@ -23,6 +23,7 @@ from ddtree_guard.hooks.adapters import adapter_for
 from ddtree_guard.hooks.certificates import Certificates, wrong_choice
 from ddtree_guard.hooks.checker import Checker, HostChecker
 from ddtree_guard.hooks.contracts import row_of
+from ddtree_guard.hooks.counting import count
 from ddtree_guard.hooks.flight import Flight
 from ddtree_guard.hooks.fuses import Fuses
 from ddtree_guard.hooks.hook import Hook, HookStatus, status
@@ -199,8 +200,7 @@ class ServerGuard:
         """Inside the captured region: what is queued here runs in every replay."""
         runner = self._target(backend)
         if runner is not None and batch.forward_mode.is_target_verify() and not _ragged(batch):
-            lanes = lanes_of(batch)
-            metadata = self._captured.get(backend, {}).get(lanes)
+            metadata = self._captured.get(backend, {}).get(lanes_of(batch))
             self.checker.capture(
                 View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
             )
@@ -274,15 +274,17 @@ class ServerGuard:
             self.current.outcome = Walk(done.lens, predict, done.accept_index, True, False)
             self.checker.walked(self.current)
 
-    @site("verify")
     def end(self, result: Any) -> None:
         """The worker returns its result; its tokens are still on their way to the host."""
         record, self.current = self.current, None
+        count(self, record, result)
+        self._end(record, result)
+
+    @site("verify")
+    def _end(self, record: Record | None, result: Any) -> None:
         self.shadow.end()
         if record is None:
             return
-        self.coverage.verify_steps += 1
-        self.metrics.add("verify_steps_total")
         while len(self._open) >= OPEN:  # results that were never processed
             _, stale = self._open.pop(next(iter(self._open)))
             self._settle(stale, tokens_left=None)

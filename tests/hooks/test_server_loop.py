@@ -285,6 +285,30 @@ def test_faults_of_the_guard_disarm_a_site_and_nothing_else(
     assert sum("disarmed" in text for text in caplog.messages) == 1
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("site", ["begin", "build", "verify", "resolve"])
+def test_steps_that_a_disarmed_site_does_not_see_lower_the_coverage(
+    start: Start, monkeypatch: pytest.MonkeyPatch, site: str, graph: bool
+) -> None:
+    server, guard = start(_case(graph=graph))
+    server.step()
+    owner, name = {
+        "begin": (guard, "_named"), "build": (guard.checker, "build"),
+        "verify": (guard.checker, "verify"), "resolve": (guard.checker, "settle"),
+    }[site]  # fmt: skip
+    monkeypatch.setattr(owner, name, None)
+    for _ in range(5):
+        server.step()
+    assert guard.fuses.faults == {site: 3}
+    server.extend([])  # no verify step
+    coverage = guard.coverage
+    checked = 4 if site == "verify" else 1  # the first three were checked when they were built
+    assert (coverage.verify_steps, coverage.steps_checked) == (6, checked)
+    assert coverage.ratio == checked / 6
+    # SGLang has waited for all of them, so either all is said or a step is missing
+    assert coverage.settled == (4 if site == "resolve" else 6)
+
+
 @pytest.mark.parametrize("site", ["begin", "end", "resolve", "commit", "accepted", "adopt"])
 def test_no_site_lets_a_fault_out(start: Start, site: str) -> None:
     server, guard = start(_case())
