@@ -276,7 +276,7 @@ class Session:
 
     @pytest.hookimpl(tryfirst=True)  # before JUnit XML is written
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail a session that saw no step; write the report."""
+        """Fail a session that saw no step, or whose report is lost; write the report."""
         if not self.controller:
             self.summary.rest += self._rest()
             self.summary.processes += [self.summary.process(p) for p in self.collector.processes()]
@@ -286,7 +286,9 @@ class Session:
             return
         if self.summary.failure() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        self.summary.write(int(session.exitstatus))
+        written = self.summary.write(int(session.exitstatus))
+        if not written and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Steps checked, rules, findings, dumps; and why, where nothing was seen."""

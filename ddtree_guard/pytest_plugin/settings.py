@@ -68,12 +68,11 @@ class Settings:
 def settings_of(config: pytest.Config) -> Settings:
     """Resolve the options. Raises pytest.UsageError with one sentence."""
     start = Path(config.invocation_params.dir)
-    report = setting(config, "ddtree-guard-report")
     found = Settings(
         mode=Mode(setting(config, "ddtree-guard").lower()),
         rules=setting(config, "ddtree-guard-rules"),
         folder=_folder(config, start),
-        report=start / report if report else None,
+        report=_report(config, start),
         shadow_every=setting(config, "ddtree-guard-shadow-every"),
     )
     try:
@@ -81,16 +80,23 @@ def settings_of(config: pytest.Config) -> Settings:
     except UsageError as error:
         said = str(error).replace(f"{PREFIX}_SHADOW_EVERY", "--ddtree-guard-shadow-every")
         raise pytest.UsageError(f"ddtree_guard: {said}") from None
+    _try_folder(
+        found.folder, f"--ddtree-guard-dump-dir: evidence cannot be written to {found.folder}"
+    )
+    return found
+
+
+def _try_folder(folder: Path, complaint: str) -> None:
+    """Make the folder and a file in it, now: not after hours of tests."""
     try:
-        found.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=found.folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise pytest.UsageError(
-            f"--ddtree-guard-dump-dir: evidence cannot be written to {found.folder} ({why})."
-        ) from None
-    return found
+        if isinstance(error, FileExistsError):
+            why = f"{error.filename} is no folder"
+        raise pytest.UsageError(f"{complaint} ({why}).") from None
 
 
 def _require_rules(guard: Guard) -> None:
@@ -109,6 +115,19 @@ def _folder(config: pytest.Config, start: Path) -> Path:
         return Path(worker["ddtree_guard_folder"]) / worker["workerid"]
     root = start / (setting(config, "ddtree-guard-dump-dir") or Config().dump_dir)
     return root.absolute() / f"pytest-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+
+
+def _report(config: pytest.Config, start: Path) -> Path | None:
+    """Where the JSON report goes. Raises pytest.UsageError where it cannot be written."""
+    text = setting(config, "ddtree-guard-report")
+    if not text or hasattr(config, "workerinput"):  # xdist's controller writes it
+        return None
+    path = start / text
+    complaint = f"--ddtree-guard-report: the report cannot be written to {path}"
+    if path.is_dir():
+        raise pytest.UsageError(f"{complaint} (a folder); give the name of a file.")
+    _try_folder(path.parent, complaint)
+    return path
 
 
 def wish_of(item: pytest.Item, settings: Settings) -> Wish:

@@ -146,6 +146,7 @@ class Summary:
         terminal.section("ddtree_guard")
         for text in self.lines():
             bad = text.startswith(("findings:", NO_STEP, "NOT GUARDED")) or text == self.failure()
+            bad |= text == self._lost
             terminal.write_line(text, red=bad and not text.startswith("findings: none"))
 
     def lines(self) -> list[str]:
@@ -207,12 +208,14 @@ class Summary:
             "skipped": dict(self.skipped),
         }
 
-    def write(self, exit_status: int) -> None:
-        """Write the report, and the session's properties into JUnit XML."""
+    def write(self, exit_status: int) -> bool:
+        """Write the report, and the session's properties into JUnit XML. False where the report
+        was asked for and cannot be written.
+        """
         self._junit()
         path = self.settings.report
         if path is None:
-            return
+            return True
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f"{path.name}.part")
@@ -220,6 +223,7 @@ class Summary:
             part.replace(path)
         except OSError as error:
             self._lost = f"the report was not written to {path}: {error.strerror}"
+        return not self._lost
 
     def _junit(self) -> None:
         """Properties of the whole suite, where JUnit XML is written."""

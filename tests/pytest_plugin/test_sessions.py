@@ -399,13 +399,6 @@ def test_budgets_are_widths_around_the_block_and_at_tile_borders(
     )
 
 
-def test_a_report_that_cannot_be_written_is_said(suite: pytest.Pytester, run: Any) -> None:
-    suite.makepyfile(test_it=STEP)
-    (suite.path / "file").write_text("")
-    result = run("--ddtree-guard-report=file/r.json")
-    result.stdout.fnmatch_lines(["the report was not written to *file/r.json: *"])
-
-
 def test_foreign_evidence_is_named_and_fails_the_test(suite: pytest.Pytester, run: Any) -> None:
     suite.makepyfile(
         test_it="""
