@@ -1,7 +1,7 @@
 """The command line. It parses, loads one command's module, and turns errors into sentences.
 
 Exit codes: 0 clean, 1 finding or mismatch, 2 usage, 3 environment incompatible or not armed, 4 dump
-unreadable.
+unreadable; 70 a fault of this program, 130 interrupted, 141 the reader of the output has gone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ddtree_guard.errors import GuardError, UsageError
 
 PROGRAM = "ddtree-guard"
 INTERNAL = 70  # a fault of this program, as in sysexits.h
+INTERRUPTED, READER_GONE = 128 + 2, 128 + 13  # what a shell makes of SIGINT and SIGPIPE
 _ASCII = "ddtree-guard-ascii"
 _PICTURES = dict(zip("━┃░█·├└│─…", "=|%#.|`|-~", strict=True))
 _OUTPUT_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
@@ -42,7 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog=PROGRAM,
         description="Check DDTree verify steps against what their trees say they must be.",
         epilog="exit codes: 0 clean, 1 finding or mismatch, 2 usage, 3 environment, "
-        "4 dump unreadable",
+        f"4 dump unreadable; {INTERNAL} a fault of {PROGRAM} itself, {INTERRUPTED} interrupted, "
+        f"{READER_GONE} the reader of the output has gone",
     )
     parser.add_argument(
         "--version", action="version", version=f"{PROGRAM} {ddtree_guard.__version__}"
@@ -191,9 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has gone, as `| head` does; point stdout away so that exit stays quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13
+        return READER_GONE
     except KeyboardInterrupt:
-        return 128 + 2
+        return INTERRUPTED
     except OSError as error:
         if error.filename is None and error.errno in _OUTPUT_FAULTS:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
