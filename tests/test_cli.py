@@ -3,10 +3,7 @@
 import argparse
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -435,48 +432,3 @@ def test_version_and_help_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main(argv)
         assert stop.value.code == 0
     assert "ddtree-guard 0.1.0" in capsys.readouterr().out
-
-
-def test_a_closed_pipe_is_quiet() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "ddtree_guard", "rules", "--json"]
-    env = {"PYTHONPATH": ":".join(sys.path)}  # with buffered output, whatever the caller has set
-    done = subprocess.run(
-        command, stdout=write, stderr=subprocess.PIPE, text=True, env=env, check=False
-    )
-    os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
-def child(*argv: str, **how: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ddtree_guard", *argv]
-    env = {"PYTHONPATH": ":".join(sys.path)}
-    return subprocess.run(command, text=True, env=env, check=False, stderr=subprocess.PIPE, **how)  # type: ignore[call-overload,no-any-return]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_full_disk_is_one_sentence() -> None:
-    with open("/dev/full", "w") as full:
-        done = child("rules", stdout=full)
-    assert done.returncode == 2
-    assert done.stderr.startswith("ddtree-guard: the output cannot be written (No space left")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_closed_output_is_one_sentence() -> None:
-    done = child("rules", preexec_fn=lambda: os.close(1))
-    assert done.returncode == 2
-    assert done.stderr.startswith("ddtree-guard: there is no standard output")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_terminal_without_unicode_gets_the_pictures_too(broken: str) -> None:
-    command = [sys.executable, "-m", "ddtree_guard", "show", broken]
-    env = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": ":".join(sys.path), "NO_COLOR": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "mask of request 2" in done.stdout
-    ruler = next(row for row in done.stdout.splitlines() if row.startswith("expected"))
-    assert set(ruler[10:]) == {"=", "|"}
-    assert "???" not in done.stdout.replace("?? no mask", "")
