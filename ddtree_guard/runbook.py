@@ -17,7 +17,8 @@ What to do about a finding. Alerts, log lines and dumps are explained in
 **Stop the harm.** Harm "wrong text" or "memory of others": take the replica out of the load
 balancer, then restart it with the first cure that its rule names. If that does not help or there
 is no time: drop `--speculative-algorithm`. Without it no verify step runs, and none can be wrong;
-it is slower, so look at the capacity first. Harm "speed only": nothing has to be stopped.
+it is slower, so look at the capacity first. Harm "speed only": nothing has to be stopped. Harm "a
+crash on the first request": where the server runs, its text is right and nothing has to be stopped.
 
 **Keep the evidence** before the restart: copy the dump folder that the log line names and the
 server's log. Dumps are rotated, and on an `emptyDir` volume they go with the pod.
@@ -35,6 +36,7 @@ class Harm(str, Enum):
     TEXT = "wrong text"
     MEMORY = "memory of others, or a crash"
     SPEED = "speed only"
+    DRAFT = "a crash on the first request, or lost speed; no wrong text"
     GUARD = "none known"
 
 
@@ -122,7 +124,7 @@ _GRAPH = _text(Cure.EAGER)
 
 ADVICE: Mapping[str, Advice] = {
     "CFG1": _WIDTH,
-    "CFG2": _speed(Cure.COUNTS),
+    "CFG2": Advice(Harm.DRAFT, (Cure.COUNTS, Cure.CHAIN, Cure.PLAIN)),
     "CFG3": _text(Cure.SMALLER),
     "CFG4": _speed(Cure.COUNTS),
     "CFG5": _text(Cure.CORRECTED, Cure.TRITON, Cure.CHAIN, Cure.PAGE),
