@@ -92,28 +92,6 @@ def test_a_wrong_option_is_one_sentence(
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(
-    ("marker", "words"),
-    [
-        ('mode="warn"', "is not a mode"),
-        ('expect=["W99"]', "no rule is called 'W99'"),
-        ('steps="some"', "Write 'required'"),
-        ("rule=1", "has the argument 'rule'"),
-        ('"log"', "has an argument without a name"),
-    ],
-)
-def test_a_wrong_marker_is_one_sentence(
-    suite: pytest.Pytester, run: Any, marker: str, words: str
-) -> None:
-    suite.makepyfile(
-        test_it=f"import pytest\n@pytest.mark.ddtree_guard({marker})\ndef test_x(): pass\n"
-    )
-    result = run()
-    result.assert_outcomes(errors=1)
-    assert words in result.stdout.str()
-    assert "INTERNALERROR" not in result.stdout.str()
-
-
 def test_settings_come_from_ini_and_pyproject(suite: pytest.Pytester, run: Any) -> None:
     suite.makepyfile(test_it=STEP)
     (suite.path / "tox.ini").unlink()
@@ -129,24 +107,6 @@ def test_settings_come_from_ini_and_pyproject(suite: pytest.Pytester, run: Any) 
     assert report["rules"] == "-W3@2020-01-31,-M,-P1"
     assert Path(report["dumps"][0]).is_relative_to(suite.path / "here")
     run("--ddtree-guard-rules=-W3", mode=None).stdout.no_fnmatch_line("*W3 x1*")
-
-
-def test_the_closest_marker_wins(suite: pytest.Pytester, run: Any) -> None:
-    suite.makepyfile(
-        test_it="""
-        import pytest
-        pytestmark = pytest.mark.ddtree_guard(rules="-W3", expect=["K2", "K3"])
-
-        def test_ignored(ddtree_guard, ddtree_step):
-            ddtree_guard.check(ddtree_step(1, fault="W3"))
-            ddtree_guard.check(ddtree_step(1, fault="K2"))
-        @pytest.mark.ddtree_guard(rules=["W"], expect=["W3"])
-        def test_selected(ddtree_guard, ddtree_step):
-            ddtree_guard.check(ddtree_step(1, fault="W3"))
-            ddtree_guard.check(ddtree_step(1, fault="K2"))
-    """
-    )
-    run().assert_outcomes(passed=2)
 
 
 def test_expect_as_a_block(suite: pytest.Pytester, run: Any) -> None:
@@ -212,23 +172,6 @@ def test_a_session_without_steps_fails_and_says_why(suite: pytest.Pytester, run:
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["guard saw no verify step in 1 test: *"])
     assert "guard saw no verify step" in (suite.path / "j.xml").read_text()
-
-
-def test_steps_can_be_required_of_a_test(suite: pytest.Pytester, run: Any) -> None:
-    suite.makepyfile(
-        test_it="""
-        import pytest
-        pytestmark = pytest.mark.ddtree_guard(steps="required")
-
-        def test_some(ddtree_guard, ddtree_step):
-            ddtree_guard.check(ddtree_step(1))
-        def test_none(): pass
-        def test_skipped(): pytest.skip("no reason")
-    """
-    )
-    result = run()
-    result.assert_outcomes(passed=1, failed=1, skipped=1)
-    result.stdout.fnmatch_lines(["*guard saw no verify step in this test*"])
 
 
 @pytest.mark.parametrize("mode", ["log", None])

@@ -222,33 +222,6 @@ def test_faults_of_the_guard_in_a_child_fail_the_test(suite: pytest.Pytester, ru
     result.stdout.fnmatch_lines(["*guard itself failed*judge*"])
 
 
-@pytest.mark.parametrize(
-    ("marker", "words"),
-    [
-        ("expect=3", "expect="),
-        ("rules=3", "rules="),
-        ("rules=[3]", "rules="),
-        ("expect=[3]", "expect="),
-        ('device="cud"', "device="),
-        ('mode="off", expect=["W3"]', "off"),
-        ('mode="off", steps="required"', "off"),
-        ('rules="W3,-W3"', "no rule is left"),
-    ],
-)
-def test_a_marker_that_means_nothing_is_one_sentence(
-    suite: pytest.Pytester, run: Any, marker: str, words: str
-) -> None:
-    suite.makepyfile(
-        test_it=f"import pytest\n@pytest.mark.ddtree_guard({marker})\ndef test_x(): pass\n"
-    )
-    result = run()
-    result.assert_outcomes(errors=1)
-    text = result.stdout.str()
-    assert "marker" in text
-    assert words in text
-    assert "Traceback" not in text
-
-
 @pytest.mark.parametrize("workers", [(), ("-n1",)])
 def test_a_folder_that_cannot_be_made_is_one_sentence(
     suite: pytest.Pytester, run: Any, workers: tuple[str, ...]
