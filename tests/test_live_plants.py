@@ -12,16 +12,10 @@ from ddtree_guard import render
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.hooks import arm
 from ddtree_guard.hooks.facts import release
-from ddtree_guard.testing.cases import VerifyCase
+from ddtree_guard.testing.cases import small_case
 
 pytestmark = pytest.mark.sglang
 LATENT = {"M5"}  # of stock's own buffers, said once
-ALGORITHMS = {
-    "NGRAM": {"budget": 6, "draft_tokens": 7},
-    "EAGLE": {"budget": 5, "draft_tokens": 6, "topk": 4},
-    "DFLASH": {"budget": 7, "draft_tokens": 8, "kind": "chain"},
-    "DDTREE": {"budget": 8},
-}
 
 
 @pytest.fixture
@@ -29,11 +23,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     from ddtree_guard.testing.server import MiniServer
 
     def make(algorithm: str) -> Any:
-        case = VerifyCase(
-            algorithm=algorithm, lens=(9, 4, 12), padded_bs=4, head_dim=16, heads=2, kv_heads=1,
-            **ALGORITHMS[algorithm],
-        )  # fmt: skip
-        server = MiniServer(case, "auto")
+        server = MiniServer(small_case(algorithm, graph=True), "auto")
         return server, server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path))
 
     yield make

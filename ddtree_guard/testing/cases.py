@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +47,23 @@ class VerifyCase:
     def bs(self) -> int:
         """Live requests."""
         return len(self.lens)
+
+
+SMALL: Mapping[str, Mapping[str, Any]] = {  # an interpreted kernel takes milliseconds per program
+    "DDTREE": {"budget": 8},
+    "EAGLE": {"budget": 5, "draft_tokens": 6, "topk": 4},
+    "NGRAM": {"budget": 6, "draft_tokens": 7},
+    "DFLASH": {"budget": 7, "draft_tokens": 8, "kind": "chain"},
+}
+
+
+def small_case(algorithm: str = "DDTREE", graph: bool = False) -> VerifyCase:
+    """Three requests of an algorithm, eager or in a graph of four lanes."""
+    lanes = 4 if graph else None
+    return VerifyCase(
+        algorithm=algorithm, padded_bs=lanes, lens=(9, 4, 12), head_dim=16, heads=2, kv_heads=1,
+        **SMALL[algorithm],
+    )  # fmt: skip
 
 
 def grow_trees(case: VerifyCase) -> Tree:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddtree_guard import render
+from ddtree_guard.config import Config, Mode
 
 # what stock's own buffers get wrong on sound steps, found once: no room for the tree columns
 LATENT = {"M5"}
@@ -51,6 +52,23 @@ def with_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         return guard
 
     return make
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts guarded servers, their dumps in `tmp_path`; their hooks are gone afterwards."""
+    from ddtree_guard.hooks import arm
+    from ddtree_guard.testing.server import MiniServer
+
+    def make(case: Any, choice: Any = "auto", **config: Any) -> Any:
+        server = MiniServer(case, choice)
+        guard = server.arm(Config(**{"mode": Mode.LOG, "dump_dir": tmp_path, **config}))
+        assert guard is not None
+        return server, guard
+
+    yield make
+    while arm.GUARDS:
+        assert arm.GUARDS.pop().remove() == ()
 
 
 @pytest.fixture

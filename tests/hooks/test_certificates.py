@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ddtree_guard.config import Config, Mode
-from ddtree_guard.hooks import arm
 from ddtree_guard.hooks.certificates import BUILT, INPUTS, replayed_size
-from ddtree_guard.testing.cases import VerifyCase
+from ddtree_guard.testing.cases import SMALL, small_case
 
 pytestmark = pytest.mark.sglang
 
-ALGORITHMS = {
-    "DDTREE": {"budget": 8},
-    "EAGLE": {"budget": 5, "draft_tokens": 6, "topk": 4},
-    "NGRAM": {"budget": 6, "draft_tokens": 7},
-    "DFLASH": {"budget": 7, "draft_tokens": 8, "kind": "chain"},
-}
-
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    from ddtree_guard.testing.server import MiniServer
-
-    def make(algorithm: str = "DDTREE") -> Any:
-        case = VerifyCase(
-            algorithm=algorithm, lens=(9, 4, 12), padded_bs=4, head_dim=16, heads=2, kv_heads=1,
-            **ALGORITHMS[algorithm],
-        )  # fmt: skip
-        server = MiniServer(case, "auto")
-        guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path))
-        assert guard is not None
-        return server, guard
-
-    yield make
-    while arm.GUARDS:
-        assert arm.GUARDS.pop().remove() == ()
+def start(serve: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda algorithm="DDTREE": serve(small_case(algorithm, graph=True))
 
 
 def _replays(guard: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -53,7 +29,7 @@ def _replays(guard: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", SMALL)
 def test_a_sound_replay_is_that_of_its_capture(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:

@@ -4,68 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ddtree_guard.config import Config, Depth, Mode
+from ddtree_guard.config import Depth
 from ddtree_guard.hooks import arm, device_checker
 from ddtree_guard.hooks.links import with_parents
 from ddtree_guard.step import Tree
-from ddtree_guard.testing.cases import VerifyCase, grow_trees
+from ddtree_guard.testing.cases import SMALL, VerifyCase, grow_trees, small_case
 
 pytestmark = pytest.mark.sglang
 
-# small: an interpreted kernel takes milliseconds per program
-SIZES = {"lens": (9, 4, 12), "head_dim": 16, "heads": 2, "kv_heads": 1}
-ALGORITHMS = {
-    "DDTREE": {"budget": 8},
-    "EAGLE": {"budget": 5, "draft_tokens": 6, "topk": 4},
-    "NGRAM": {"budget": 6, "draft_tokens": 7},
-    "DFLASH": {"budget": 7, "draft_tokens": 8, "kind": "chain"},
-}
 DEVICE_RULES = ("W1", "W2", "W3", "M2", "M4", "T2", "T6", "P1", "K1", "K3", "K4")
-
-
-def _case(algorithm: str, graph: bool) -> VerifyCase:
-    lanes = 4 if graph else None
-    return VerifyCase(algorithm=algorithm, padded_bs=lanes, **SIZES, **ALGORITHMS[algorithm])
 
 
 @pytest.fixture
 def start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_device: Callable[..., Any]
-) -> Iterator[Callable[..., Any]]:
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, with_device: Callable[..., Any]
+) -> Callable[..., Any]:
     """Starts servers whose guard checks on the "device"; captured checks run at each replay."""
-    from ddtree_guard.testing.server import MiniServer
-
     monkeypatch.setattr(arm, "ServerGuard", with_device)
 
     def make(case: VerifyCase, depth: Depth = Depth.FAST) -> Any:
-        server = MiniServer(case, "auto")
-        guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path, depth=depth))
-        assert guard is not None
+        server, guard = serve(case, depth=depth)
         checker: Any = guard.checker
         if case.padded_bs and any(launch.recorded for launch in checker._launches.values()):
             key = next(iter(checker._launches))
             server.replayed = lambda: checker.graphs.in_graph(key)
         return server, guard
 
-    yield make
-    while arm.GUARDS:
-        assert arm.GUARDS.pop().remove() == ()
+    return make
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", SMALL)
 def test_sound_steps_are_all_checked_and_clean(
     start: Callable[..., Any], algorithm: str, graph: bool
 ) -> None:
-    server, guard = start(_case(algorithm, graph), Depth.FULL)
+    server, guard = start(small_case(algorithm, graph), Depth.FULL)
     steps = 6 if algorithm == "EAGLE" else 3  # six are more than the verdict has slots
     for _ in range(steps):
         server.step()
@@ -98,7 +78,7 @@ def test_a_fault_is_found_by_its_bit_and_gets_its_words(
     rule: str,
     graph: bool,
 ) -> None:
-    server, guard = start(_case("DDTREE", graph))
+    server, guard = start(small_case("DDTREE", graph))
     for _ in range(3):
         server.step()  # past the steps that are read to the host
     _plant_next(guard, monkeypatch, rule)
@@ -120,7 +100,7 @@ def test_a_slot_written_twice_is_named_by_the_rule_of_each(
     """The slot of row 0 of request 0, written again by this request's last row. Across requests the
     device sees that it is not the table's (K3); who the victim is (K2) the host finds.
     """
-    server, guard = start(_case("DDTREE", True))
+    server, guard = start(small_case("DDTREE", True))
     for _ in range(3):
         server.step()
     _plant_next(guard, monkeypatch, "K2", request_at)
@@ -136,7 +116,7 @@ def test_a_step_whose_buffers_were_reused_keeps_rule_and_request(
     lines: Callable[[], list[dict[str, str]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server, guard = start(_case("DDTREE", True))
+    server, guard = start(small_case("DDTREE", True))
     for _ in range(3):
         server.step()
     _plant_next(guard, monkeypatch, "P1")
@@ -157,7 +137,7 @@ def _require_check_in_graph(guard: Any) -> None:
 def test_a_graph_that_does_not_run_the_check_costs_that_step_alone(
     start: Callable[..., Any],
 ) -> None:
-    server, guard = start(_case("DDTREE", True))
+    server, guard = start(small_case("DDTREE", True))
     _require_check_in_graph(guard)
     server.step()
     replayed, server.replayed = server.replayed, lambda: None
@@ -174,7 +154,7 @@ def test_what_a_graph_checked_of_a_step_that_was_not_built_is_not_the_next_one_s
     lines: Callable[[], list[dict[str, str]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    server, guard = start(_case("DDTREE", True))
+    server, guard = start(small_case("DDTREE", True))
     _require_check_in_graph(guard)
     for _ in range(3):
         server.step()
@@ -196,7 +176,7 @@ def test_what_a_graph_checked_of_a_step_that_was_not_built_is_not_the_next_one_s
 def test_eager_steps_of_many_sizes_keep_arrays_of_the_last_ones(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, guard = start(_case("DDTREE", False))
+    server, guard = start(small_case("DDTREE", False))
     server.step()
     (size,) = guard.checker._eager
     kept = guard.checker._eager[size]
@@ -209,7 +189,7 @@ def test_eager_steps_of_many_sizes_keep_arrays_of_the_last_ones(
 
 
 def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., Any]) -> None:
-    server, guard = start(_case("DDTREE", True))
+    server, guard = start(small_case("DDTREE", True))
     server.step()
     server.capture()
     key, launch = next(iter(guard.checker._launches.items()), (None, None))
@@ -227,7 +207,7 @@ def test_a_capture_does_not_lose_the_verdict_of_a_step_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It comes late, and is not taken for one of the steps after the capture."""
-    server, guard = start(_case("DDTREE", True))
+    server, guard = start(small_case("DDTREE", True))
     _require_check_in_graph(guard)
     for _ in range(3):
         server.step()
@@ -275,7 +255,7 @@ def test_adaptive_speculation_has_a_width_per_runtime_state(
     monkeypatch: pytest.MonkeyPatch,
     graph: bool,
 ) -> None:
-    wide = _case("EAGLE", graph)
+    wide = small_case("EAGLE", graph)
     narrow = dataclasses.replace(wide, budget=3, draft_tokens=4)
     server, guard = start(wide)
     for case in (wide, narrow, wide):

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from ddtree_guard import cli
-from ddtree_guard.config import Config, Mode
 from ddtree_guard.dump.find import find_dumps
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.dump.schema import SCHEMA_FILE
@@ -24,49 +23,31 @@ from ddtree_guard.guard import Guard
 from ddtree_guard.hooks import arm
 from ddtree_guard.metrics import Metrics
 from ddtree_guard.recorder import heuristics
-from ddtree_guard.testing.cases import VerifyCase
+from ddtree_guard.testing.cases import VerifyCase, small_case
 from ddtree_guard.testing.compare import differences
 from ddtree_guard.testing.dumps import awaited, dumps_of
 from ddtree_guard.testing.on_demand import plant_next
 
 pytestmark = pytest.mark.sglang
 
-SIZES = {"lens": (9, 4, 12), "head_dim": 16, "heads": 2, "kv_heads": 1}
-ALGORITHMS = {
-    "DDTREE": {"budget": 8},
-    "EAGLE": {"budget": 5, "draft_tokens": 6, "topk": 4},
-    "NGRAM": {"budget": 6, "draft_tokens": 7},
-    "DFLASH": {"budget": 7, "draft_tokens": 8, "kind": "chain"},
-}
 PATHS = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-
-
-def _case(algorithm: str = "DDTREE", graph: bool = False) -> VerifyCase:
-    lanes = 4 if graph else None
-    return VerifyCase(algorithm=algorithm, padded_bs=lanes, **SIZES, **ALGORITHMS[algorithm])
 
 
 @pytest.fixture
 def start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_device: Callable[..., Any]
-) -> Iterator[Callable[..., Any]]:
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, with_device: Callable[..., Any]
+) -> Callable[..., Any]:
     """Starts guarded servers, with the device checker on the CPU where asked for."""
-    from ddtree_guard.testing.server import MiniServer
-
     made = arm.ServerGuard
 
     def make(case: VerifyCase, device: bool = False, **config: Any) -> Any:
         monkeypatch.setattr(arm, "ServerGuard", with_device if device else made)
-        server = MiniServer(case, "auto")
-        guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path, **config))
-        assert guard is not None
+        server, guard = serve(case, **config)
         if device and case.padded_bs:
             server.replayed = lambda: _replay(guard)
         return server, guard
 
-    yield make
-    while arm.GUARDS:
-        assert arm.GUARDS.pop().remove() == ()
+    return make
 
 
 def _replay(guard: Any) -> None:
@@ -88,7 +69,7 @@ def test_the_ring_holds_what_was_launched(
     from ddtree_guard.hooks.adapters import adapter_for
     from ddtree_guard.recorder.ring import Ring
 
-    server, guard = start(_case(algorithm, graph), device)
+    server, guard = start(small_case(algorithm, graph), device)
     seen: list[Any] = []
     build = guard.checker.build
 
@@ -131,7 +112,7 @@ def _unlike(expected: Any, step: Any) -> set[str]:
 
 
 def test_a_graph_captured_anew_mixes_no_steps(start: Callable[..., Any]) -> None:
-    server, guard = start(_case(graph=True), device=True)
+    server, guard = start(small_case(graph=True), device=True)
     for _ in range(3):
         server.step()
     server.capture()
@@ -143,7 +124,7 @@ def test_a_graph_captured_anew_mixes_no_steps(start: Callable[..., Any]) -> None
 
 
 def test_a_replay_that_checks_nothing_mixes_no_steps(start: Callable[..., Any]) -> None:
-    server, guard = start(_case(graph=True), device=True)
+    server, guard = start(small_case(graph=True), device=True)
     launch = next(iter(guard.checker._launches.values()), None)
     if launch is None or not launch.recorded:
         pytest.skip("0.5.12 has no place inside the graph")
@@ -168,7 +149,7 @@ def test_steps_larger_than_a_slot_are_dropped_and_counted(
     counted: Counter[str] = Counter()
     monkeypatch.setattr(Metrics, "add", lambda self, name, n=1, **labels: counted.update({name: n}))
     monkeypatch.setattr(tape, "lanes_for", lambda least, most, w, steps: 2)
-    server, guard = start(_case(), device=True)
+    server, guard = start(small_case(), device=True)
     for _ in range(3):
         server.step()
     assert guard.flight.recorder.ring.dropped == 3
@@ -203,7 +184,7 @@ def test_a_finding_offline_is_the_finding_online(
     device: bool,
     graph: bool,
 ) -> None:
-    server, guard = start(_case(graph=graph), device, redact=False)
+    server, guard = start(small_case(graph=graph), device, redact=False)
     for _ in range(3):
         server.step()
     judged = []
@@ -235,7 +216,7 @@ def test_a_step_whose_buffers_were_reused_is_dumped_as_it_was(
     lines: Callable[[], list[dict[str, str]]],
     rule: str,
 ) -> None:
-    server, guard = start(_case(graph=True), device=True, redact=False)
+    server, guard = start(small_case(graph=True), device=True, redact=False)
     for _ in range(3):
         server.step()
     plant_next(guard, rule)
@@ -257,7 +238,7 @@ def test_a_step_whose_buffers_were_reused_is_dumped_as_it_was(
 def test_what_a_live_server_writes_fits_the_shipped_schema(
     start: Callable[..., Any], tmp_path: Path, redact: bool
 ) -> None:
-    server, guard = start(_case(graph=True), device=True, redact=redact)
+    server, guard = start(small_case(graph=True), device=True, redact=redact)
     for _ in range(3):
         server.step()
     plant_next(guard, "P1")
@@ -279,7 +260,7 @@ def test_a_storm_yields_one_dump_and_a_count(
 ) -> None:
     counted: Counter[str] = Counter()
     monkeypatch.setattr(Metrics, "add", lambda self, name, n=1, **labels: counted.update({name: n}))
-    server, guard = start(_case())
+    server, guard = start(small_case())
     plant_next(guard, "W3", stays=True)
     for _ in range(6):
         server.step()
@@ -295,7 +276,7 @@ def test_heuristics_of_a_live_server_write_dumps_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(heuristics, "STUCK", 4)
     monkeypatch.setattr(heuristics, "MIN_REQUEST_STEPS", 4)
-    server, guard = start(_case())
+    server, guard = start(small_case())
     walk = server._walk
 
     def stuck(inputs: Any) -> Any:
@@ -316,7 +297,7 @@ def test_a_run_of_one_token_and_a_jump_are_noticed(
 ) -> None:
     monkeypatch.setattr(heuristics, "RUN", 5)
     monkeypatch.setattr(heuristics, "SETTLED", 4)
-    _, guard = start(_case())
+    _, guard = start(small_case())
     asked: list[tuple[str, str]] = []
     monkeypatch.setattr(guard.flight.recorder, "ask", lambda *why: asked.append(why))
     record = SimpleNamespace(step=None, step_id=1, rids=("a", "b"))
@@ -335,7 +316,7 @@ def test_log_line_dump_and_request_are_joined_by_a_name(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    server, guard = start(_case())
+    server, guard = start(small_case())
     for _ in range(3):
         server.step()
     plant_next(guard, "P1")
@@ -362,7 +343,7 @@ def test_a_request_that_ended_is_one_line_and_in_the_trail(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     caplog.set_level(logging.INFO, "ddtree_guard")
-    server, guard = start(_case())
+    server, guard = start(small_case())
     for _ in range(4):
         server.step()
     guard.remove()
@@ -380,7 +361,7 @@ def test_a_request_that_ended_is_one_line_and_in_the_trail(
 def test_a_request_on_suspect_kv_is_not_clean(start: Callable[..., Any]) -> None:
     from ddtree_guard.testing.server import Req
 
-    server, guard = start(_case())
+    server, guard = start(small_case())
     plant_next(guard, "P1")
     server.step()
     tokens = [*server.reqs[-1].origin_input_ids, *server.reqs[-1].output_ids]
@@ -395,7 +376,7 @@ def test_a_request_on_suspect_kv_is_not_clean(start: Callable[..., Any]) -> None
 def test_steps_that_were_not_checked_are_not_called_clean(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, guard = start(_case())
+    server, guard = start(small_case())
     server.step()
     monkeypatch.setattr(guard.checker, "build", lambda *args: 1 / 0)
     server.step()
@@ -406,7 +387,7 @@ def test_steps_that_were_not_checked_are_not_called_clean(
 def test_a_tape_that_fails_costs_no_check(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, guard = start(_case(), device=True)
+    server, guard = start(small_case(), device=True)
     monkeypatch.setattr(guard.checker.tape, "_note", lambda *args: 1 / 0)
     for _ in range(3):
         server.step()
@@ -416,7 +397,7 @@ def test_a_tape_that_fails_costs_no_check(
 
 
 def test_no_array_of_a_step_is_kept_alive(start: Callable[..., Any]) -> None:
-    server, guard = start(_case(), device=True)
+    server, guard = start(small_case(), device=True)
     for _ in range(3):
         server.step()
     for base, _ in guard.checker.tape._frames.values():

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,29 +20,17 @@ from ddtree_guard.dump.find import find_dumps
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.hooks import arm, flight
 from ddtree_guard.metrics import Metrics
-from ddtree_guard.testing.cases import VerifyCase
+from ddtree_guard.testing.cases import small_case
 from ddtree_guard.testing.dumps import awaited, dumps_of
 from ddtree_guard.testing.on_demand import plant_next
 
 pytestmark = pytest.mark.sglang
 
-CASE = VerifyCase(algorithm="DDTREE", budget=8, lens=(9, 4, 12), head_dim=16, heads=2, kv_heads=1)
-
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[], Any]]:
+def start(serve: Callable[..., Any]) -> Callable[..., Any]:
     """Starts guarded servers, with the host's checker."""
-    from ddtree_guard.testing.server import MiniServer
-
-    def make() -> Any:
-        server = MiniServer(CASE, "auto")
-        guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path))
-        assert guard is not None
-        return server, guard
-
-    yield make
-    while arm.GUARDS:
-        assert arm.GUARDS.pop().remove() == ()
+    return lambda **config: serve(small_case(), **config)
 
 
 class Shared:
@@ -80,10 +68,9 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from ddtree_guard.config import Config, Mode
-from ddtree_guard.testing.cases import VerifyCase
+from ddtree_guard.testing.cases import small_case
 from ddtree_guard.testing.server import MiniServer
-case = VerifyCase(algorithm="DDTREE", budget=8, lens=(9, 4, 12), head_dim=16, heads=2, kv_heads=1)
-server = MiniServer(case, "auto")
+server = MiniServer(small_case(), "auto")
 server.arm(Config(mode=Mode(sys.argv[2]), dump_dir=Path(sys.argv[1])))
 for _ in range(5):
     server.step()
@@ -145,10 +132,8 @@ def test_a_crash_of_the_event_loop_is_on_disk_before_it_is_handled(
 
 def test_raise_writes_one_dump_of_its_finding(start: Callable[..., Any], tmp_path: Path) -> None:
     from ddtree_guard.errors import Violation
-    from ddtree_guard.testing.server import MiniServer
 
-    server = MiniServer(CASE, "auto")
-    guard: Any = server.arm(Config(mode=Mode.RAISE, dump_dir=tmp_path))
+    server, guard = start(mode=Mode.RAISE)
     plant_next(guard, "W3")
     with pytest.raises(Violation), guard.flight.crash_path():
         server.step()

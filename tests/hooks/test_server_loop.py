@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,19 +40,9 @@ Start = Callable[..., "tuple[MiniServer, ServerGuard]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(serve: Start) -> Start:
     """Starts guarded servers; their hooks are gone afterwards."""
-    from ddtree_guard.testing.server import MiniServer
-
-    def make(case: VerifyCase, mode: Mode = Mode.LOG, choice: str = "auto") -> Any:
-        server = MiniServer(case, choice)  # type: ignore[arg-type]
-        guard = server.arm(Config(mode=mode, dump_dir=tmp_path))
-        assert guard is not None
-        return server, guard
-
-    yield make
-    while arm.GUARDS:
-        assert arm.GUARDS.pop().remove() == ()
+    return lambda case, mode=Mode.LOG, choice="auto": serve(case, choice, mode=mode)
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
