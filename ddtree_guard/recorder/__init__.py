@@ -321,6 +321,7 @@ class Recorder:
         self._sweep(-1.0)
 
     def _work(self) -> None:
+        signals.mark()
         swept = self.clock()
         while True:
             try:

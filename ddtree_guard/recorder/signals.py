@@ -1,11 +1,14 @@
 """SIGUSR2: ask a running scheduler for a dump, without harm to a process that has no handler.
 
-A process without a handler dies of SIGUSR2. The handler is installed in scheduler processes only
-and calls whatever was there before; the sender reads the receiver's mask first.
+A process without a handler dies of SIGUSR2, and so do some with one: a shell catches it to tidy
+up. The handler is installed in scheduler processes only and calls whatever was there before; the
+sender first looks for it, and for the name of a thread that only a guarded process has.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -19,6 +22,8 @@ from ddtree_guard.errors import IncompatibleError, UsageError
 
 SIGNAL = signal.SIGUSR2
 SAME_S = 0.5  # a signal that arrives twice within this is one
+MARK = "ddtree-guard"  # name of a thread; the kernel keeps 15 bytes
+_PR_SET_NAME = 15
 
 
 def install(asked: Callable[[], None]) -> Callable[[], bool]:
@@ -51,6 +56,12 @@ def install(asked: Callable[[], None]) -> Callable[[], bool]:
         return True
 
     return undo
+
+
+def mark() -> None:
+    """Name the calling thread, by which a sender knows this process."""
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, MARK.encode(), 0, 0, 0)
 
 
 class _Once:
@@ -125,20 +136,36 @@ def catches(pid: int, proc: Path = Path("/proc")) -> bool:
     return bool(caught >> (SIGNAL - 1) & 1)
 
 
-def ask(pid: int) -> None:
-    """Send SIGUSR2 to a process that has a handler for it.
+def marked(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a guard records in this process."""
+    for name in proc.glob(f"{pid}/task/*/comm"):
+        with contextlib.suppress(OSError, ValueError):
+            if name.read_text().strip() == MARK:
+                return True
+    return False
 
-    Raises IncompatibleError for one that has none and would die, UsageError for one that is not
+
+def guarded(proc: Path = Path("/proc")) -> list[int]:
+    """The processes of this machine in which a guard records."""
+    return sorted(int(p.name) for p in proc.glob("[0-9]*") if marked(int(p.name), proc))
+
+
+def ask(pid: int) -> None:
+    """Send SIGUSR2 to a process in which a guard has a handler for it.
+
+    Raises IncompatibleError for one that has none and might die, UsageError for one that is not
     there or belongs to somebody else.
     """
     if pid <= 0:
         raise UsageError(f"a process id is a positive number, found {pid}.")
-    if not catches(pid):
+    if not (catches(pid) and marked(pid)):
+        there = ", ".join(map(str, guarded()))
         raise IncompatibleError(
-            f"process {pid} was expected to have a handler for SIGUSR2, found none; the signal "
-            "would end it, so it was left alone. Give a scheduler process of a server that runs "
-            "with SGLANG_DDTREE_GUARD=log."
-        )
+            f"process {pid} was expected to have the guard's handler for SIGUSR2, found none; the "
+            "signal might end it, so it was left alone. "
+            + (f"Guarded processes here: {there}." if there else "No process here is guarded: give "
+               "a scheduler process of a server that runs with SGLANG_DDTREE_GUARD=log.")
+        )  # fmt: skip
     try:
         os.kill(pid, SIGNAL)
     except ProcessLookupError:

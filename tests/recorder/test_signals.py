@@ -1,6 +1,7 @@
 """SIGUSR2: a handled process dumps and lives on; one without a handler is left alone."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,14 +139,50 @@ def test_a_process_without_a_handler_is_refused_and_lives(
     bare: "subprocess.Popen[str]", capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["dump", "--pid", str(bare.pid)]) == 3
-    assert "would end it, so it was left alone" in capsys.readouterr().err
+    assert "might end it, so it was left alone. " in capsys.readouterr().err
     time.sleep(0.1)
     assert bare.poll() is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["bash", "-c", "trap : EXIT; echo ready; read line"],  # catches it, and dies of it tidily
+     [sys.executable, "-c", f"import signal; signal.signal(signal.SIGUSR2, exit)\n{BARE}"]],
+    ids=["shell", "python"],
+)  # fmt: skip
+def test_a_process_with_a_handler_of_its_own_is_refused_and_lives(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"there is no {command[0]} here")
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = start(HUNG, str(tmp_path))
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        assert signals.catches(other.pid)
+        assert cli.main(["dump", "--pid", str(other.pid)]) == 3
+        said = capsys.readouterr().err
+        assert str(server.pid) in said.partition("Guarded processes here: ")[2]
+        time.sleep(0.1)
+        assert other.poll() is None
+    finally:
+        for process in (other, server):
+            process.kill()
+            process.communicate()
 
 
 def test_that_process_would_have_died(bare: "subprocess.Popen[str]") -> None:
     os.kill(bare.pid, signal.SIGUSR2)
     assert bare.wait() == -signal.SIGUSR2
+
+
+def test_what_to_do_is_said_where_no_process_is_guarded(tmp_path: Path) -> None:
+    assert signals.guarded(tmp_path) == []
+    task = tmp_path / "7" / "task" / "9"
+    task.mkdir(parents=True)
+    (task / "comm").write_text("ddtree-guard\n")
+    assert signals.guarded(tmp_path) == [7]
 
 
 @pytest.mark.parametrize("pid", ["0", "-1", "4194305"])
