@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         skip = (*WHOSE, "contract.not_checked") if a.redacted != b.redacted else WHOSE
         listed = list(differences(a.step(i), b.step(j), skip, same_ids))
         if listed:
-            found.append((i, j, listed))
+            found.append((i, j, sorted(listed, key=lambda one: one.only)))
     missing = len(a) + len(b) - 2 * len(pairs)
     if args.json:
         print(json.dumps(_as_json(found, pairs, missing), indent=1))
@@ -46,23 +46,36 @@ def _text(
     missing: int, same_ids: bool,
 ) -> list[str]:  # fmt: skip
     lines = []
-    if found:
-        i, j, listed = found[0]
+    parted = [(i, j, told) for i, j, listed in found if (told := [d for d in listed if not d.only])]
+    if parted:
+        i, j, told = parted[0]
         lines.append(f"first difference, step {i} of A and {j} of B:")
-        lines.append(f"  {plain(str(listed[0]))}")
-        if len(listed) > 1:
-            lines.append(f"further differences in this step, {len(listed) - 1}:")
-            lines += [f"  {plain(str(one))}" for one in listed[1:20]]
-        if len(listed) > 20:
-            lines.append(f"  and {len(listed) - 20} more")
+        lines.append(f"  {plain(str(told[0]))}")
+        if len(told) > 1:
+            lines.append(f"further differences in this step, {len(told) - 1}:")
+            lines += [f"  {plain(str(one))}" for one in told[1:20]]
+        if len(told) > 20:
+            lines.append(f"  and {len(told) - 20} more")
+    lines += _held_once(found)
     if not same_ids:
         lines.append("token ids are hashes here: compared by which of them are equal")
     if missing:
         lines.append(f"{count(missing, 'step')} {'is' if missing == 1 else 'are'} in one dump only")
-    verdict = f"{len(found)} of them differ" if found else "all of them the same"
+    verdict = f"{len(parted)} of them differ" if parted else "all of them the same"
     if len(pairs) == 1:
-        verdict = "they differ" if found else "they are the same"
+        verdict = "they differ" if parted else "they are the same"
+    verdict += " in what both hold" if found and not parted else ""
     lines.append(f"compared {count(len(pairs), 'pair')} of steps by {how}: {verdict}")
+    return lines
+
+
+def _held_once(found: list[tuple[int, int, list[Difference]]]) -> list[str]:
+    """What only one of the dumps holds, which a step of the ring is not to be blamed for."""
+    lines = []
+    for side in "AB":
+        names = dict.fromkeys(d.where for _, _, listed in found for d in listed if d.only == side)
+        if names:
+            lines.append(plain(f"only {side} holds, so not compared: {', '.join(names)}"))
     return lines
 
 

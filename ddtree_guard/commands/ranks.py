@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from ddtree_guard.dump.compare import OF_A_RANK, WHOSE, Difference, differences
@@ -12,6 +13,7 @@ from ddtree_guard.dump.read import Dump
 from ddtree_guard.errors import DumpError, UsageError
 from ddtree_guard.fold import say
 from ddtree_guard.render import count, plain
+from ddtree_guard.step import Step
 
 SKIP = (*WHOSE, *OF_A_RANK, "slots.pools", "contract.not_checked")
 Place = tuple[Dump, int]
@@ -63,7 +65,7 @@ def compare(key: tuple[str, int], found: dict[str, Place]) -> dict[str, Any] | N
     groups: list[list[str]] = []  # ranks that hold the same
     for rank, step in steps.items():
         for group in groups:
-            if next(differences(steps[group[0]], step, SKIP), None) is None:
+            if next(_differences(steps[group[0]], step), None) is None:
                 group.append(rank)
                 break
         else:
@@ -72,9 +74,14 @@ def compare(key: tuple[str, int], found: dict[str, Place]) -> dict[str, Any] | N
         return None
     usual = max(groups, key=len)
     rank = next(group[0] for group in groups if group is not usual)
-    first = next(differences(steps[usual[0]], steps[rank], SKIP))
+    first = next(_differences(steps[usual[0]], steps[rank]))
     return {"step": key[1], "worker": key[0], "rank": rank, "usual": usual[0],
             "agree": len(usual), "ranks": len(steps), "first": first}  # fmt: skip
+
+
+def _differences(a: Step, b: Step) -> Iterator[Difference]:
+    """Those in what both ranks have recorded: one has the whole step where it had a finding."""
+    return (found for found in differences(a, b, SKIP) if not found.only)
 
 
 def _text(

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from ddtree_guard.dump.redact import TOKEN_FIELDS
-from ddtree_guard.step import PARTS, Step
+from ddtree_guard.recorder.ring import tree_bits
+from ddtree_guard.step import PARTS, Static, Step
 
 # In the order in which a step comes about, so that the first difference is the likely cause.
 MEANING: Mapping[str, str] = {
@@ -35,15 +36,21 @@ WHOSE = ("who.rids", "who.step_id", "who.rank", "mask.rids")  # differ between a
 OF_A_RANK = ("graph.born", "graph.live", "attention", "limits.vocab_per_rank",
              "limits.vocab_per_rank_padded", "tree.columns", "device", "peers",
              "shadow")  # fmt: skip
+_BUFFERS = ("graph.born", "graph.live")
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One place where two steps differ: `where` is a dotted path with the index of an array."""
+    """One place where two steps differ: `where` is a dotted path with the index of an array.
+
+    `only` names the step, A or B, that alone holds the field: the other one may just not have
+    recorded it.
+    """
 
     where: str
     a: str
     b: str
+    only: str = ""
 
     @property
     def meaning(self) -> str:
@@ -61,8 +68,10 @@ def differences(
     """Every field that differs, causes first. `skip` holds dotted paths and prefixes of them.
 
     `same_ids` False compares token ids by which of them are equal to each other: two redacted
-    dumps of different jobs hash the same token differently.
+    dumps of different jobs hash the same token differently. Addresses of buffers are always
+    compared so, as every process has its own.
     """
+    a, b = _with_bits(a, b), _with_bits(b, a)
     for name in ("bs", "padded_bs"):
         yield from _compare(name, getattr(a, name), getattr(b, name))
     ids: tuple[dict[int, int], dict[int, int]] | None = None if same_ids else ({}, {})
@@ -72,9 +81,30 @@ def differences(
             if path in skip or part in skip:
                 continue
             x, y = a.get(path), b.get(path)
+            if path in _BUFFERS:
+                x, y = _placed(a, x), _placed(b, y)
             if ids is not None and path in TOKEN_FIELDS:
                 x, y = _canonical(x, ids[0]), _canonical(y, ids[1])
             yield from _compare(path, x, y)
+
+
+def _with_bits(step: Step, other: Step) -> Step:
+    """The step with the tree columns of its mask as bits, where the other one has only those."""
+    if step.mask.tree_bits is not None or other.mask.tree_bits is None:
+        return step
+    return step.replace(mask__tree_bits=tree_bits(step))
+
+
+def _placed(step: Step, buffers: Mapping[str, Static]) -> Mapping[str, Mapping[str, Any]]:
+    """Buffers with the first name that has the same address for their address."""
+    names: dict[int, str] = {}
+    for path in _BUFFERS:
+        for name, buffer in sorted(step.get(path).items()):
+            names.setdefault(buffer.pointer, f"{path}.{name}")
+    return {
+        name: {**dataclasses.asdict(buffer), "pointer": names[buffer.pointer]}
+        for name, buffer in buffers.items()
+    }
 
 
 def _canonical(ids: Any, seen: dict[int, int]) -> Any:
@@ -93,7 +123,8 @@ def _compare(path: str, a: Any, b: Any) -> Iterator[Difference]:
         for key in sorted({*a, *b}):
             yield from _compare(f"{path}.{key}", a.get(key), b.get(key))
     elif isinstance(a, np.ndarray) or isinstance(b, np.ndarray) or repr(a) != repr(b):
-        yield Difference(path, _short(a), _short(b))
+        only = "A" if b is None else "B" if a is None else ""
+        yield Difference(path, _short(a), _short(b), only)
 
 
 def _arrays(path: str, a: Any, b: Any) -> Iterator[Difference]:

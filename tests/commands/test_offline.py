@@ -17,8 +17,8 @@ from ddtree_guard.dump.compare import MEANING, Difference, differences
 from ddtree_guard.dump.read import Dump
 from ddtree_guard.dump.write import DumpWriter, Notes
 from ddtree_guard.guard import Guard
-from ddtree_guard.recorder import Recorder
-from ddtree_guard.step import PARTS, Step
+from ddtree_guard.recorder import Recorder, Ring
+from ddtree_guard.step import PARTS, Static, Step
 from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.hostile import target_step
 from ddtree_guard.testing.steps import sound_step
@@ -98,6 +98,44 @@ def test_redacted_dumps_of_different_jobs_are_compared_by_equal_ids(
     assert "tree.tokens[2, 1]" in run("diff", a, c)[1]
 
 
+def recorded(one: Step) -> Step:
+    """The step as a device's ring gives it back."""
+    ring = Ring(1, one.padded_bs, one.w)
+    assert ring.put(one)
+    (kept,) = ring.snapshot()
+    return kept
+
+
+def test_what_only_one_dump_holds_is_no_first_difference(run: Run, tmp_path: Path) -> None:
+    bad = FAULTS["M2"](step(2), 2).step
+    a, b = written(tmp_path / "a", bad), written(tmp_path / "b", recorded(bad))
+    code, out, _ = run("diff", a, b)
+    assert code == 1  # they do not hold the same
+    assert "first difference" not in out
+    assert "only A holds, so not compared: layout.kv_indices, " in out
+    assert "1 pair of steps by step id: they are the same in what both hold" in out
+    code, out, _ = run("diff", a, written(tmp_path / "c", recorded(step(2))))
+    assert code == 1
+    assert out.splitlines()[1].startswith("  mask.tree_bits[2, ")
+
+
+def placed(one: Step, shift: int, alias: bool = False) -> Step:
+    """The step with buffers at addresses of its own process."""
+    names = ("seq_lens", "positions", "mask")
+    born = {name: Static(64 * at + shift, "int64", (4,)) for at, name in enumerate(names)}
+    live = dict(born) if not alias else {**born, "mask": born["seq_lens"]}
+    return one.replace(graph__born=born, graph__live=live)
+
+
+def test_addresses_of_two_processes_are_no_difference(run: Run, tmp_path: Path) -> None:
+    a, b = (written(tmp_path / str(n), placed(step(1), n)) for n in (4096, 8192))
+    assert run("diff", a, b)[0] == 0
+    c = written(tmp_path / "c", placed(step(1), 4096, alias=True))
+    code, out, _ = run("diff", b, c)
+    assert code == 1
+    assert "mask.pointer: 'graph.born.mask' in A, 'graph.born.seq_lens' in B" in out
+
+
 def test_diff_as_json(run: Run, tmp_path: Path) -> None:
     a = written(tmp_path / "a", step(1))
     b = written(tmp_path / "b", step(1).replace(widths__holders={"backend": 8}))
@@ -144,6 +182,15 @@ def test_ranks_that_agree(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("ranks", tmp_path)
     assert code == 0
     assert out == "3 ranks (TP0, TP1, TP2), 3 shared steps: every rank holds the same\n"
+
+
+def test_a_rank_that_recorded_less_does_not_depart(run: Run, tmp_path: Path) -> None:
+    job(tmp_path, {"TP1": recorded(step(3))})
+    assert run("ranks", tmp_path)[0] == 0
+    job(tmp_path / "odd", {"TP1": recorded(FAULTS["M2"](step(3), 2).step)})
+    code, out, _ = run("ranks", tmp_path / "odd")
+    assert code == 1
+    assert out.startswith("step 3: TP1 departs from TP0 (2 of 3 ranks agree)\n  mask.tree_bits[2, ")
 
 
 def test_the_first_rank_that_differs_is_named(run: Run, tmp_path: Path) -> None:
