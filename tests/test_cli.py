@@ -220,6 +220,14 @@ def test_a_cause_is_written_once(run: Run, tmp_path: Path) -> None:
     assert run("show", dumped(tmp_path, step))[1].count("instead of from the batch") == 1
 
 
+def test_what_reached_an_answer_is_shown_before_what_is_latent(run: Run, tmp_path: Path) -> None:
+    early = SOUND.replace(mask__capacity=len(SOUND.mask.cells))  # too small at full context only
+    assert [f.latent for f in Guard().check(early).findings] == [True]
+    late = FAULTS["P1"](early, 2).step
+    _, out, _ = run("check", dumped(tmp_path, early, late))
+    assert out.index("\nM5 ") > out.index("P1 ")
+
+
 def test_check_of_a_step_with_missing_parts_is_never_clean(run: Run, tmp_path: Path) -> None:
     code, out, err = run("check", dumped(tmp_path, Step(2, 2, Widths(17))), "--rules=W1,W3")
     assert code == 4

@@ -88,7 +88,10 @@ def text(result: Recheck, list_all: bool = False) -> list[str]:
     lines: list[str] = []
     counts = Counter(finding.rule for _, finding in result.found)
     firsts = {finding.rule: (step, finding) for step, finding in reversed(result.found)}
-    for block in render.blocks(firsts[rule] for rule in counts):
+    # what is latent reached no answer
+    for block in render.blocks(
+        sorted((firsts[rule] for rule in counts), key=lambda pair: pair[1].latent)
+    ):
         lines += [block, ""]
     lines += [render.LEGEND, ""] if result.found else []
     more = [f"{rule} in {n - 1} more" for rule, n in counts.items() if n > 1]
