@@ -16,7 +16,7 @@ from ddtree_guard.dump.read import Dump, read_trails
 from ddtree_guard.dump.trail import Trail, merged
 from ddtree_guard.errors import DumpError, UsageError
 from ddtree_guard.fold import say
-from ddtree_guard.render import plain
+from ddtree_guard.render import count, plain
 
 _PROCESS = re.compile(r"(?:trail_|Z_)([A-Za-z0-9.-]+_pid\d+)")
 
@@ -26,7 +26,7 @@ class Answer:
     """The trails of one request by process, and what was looked through."""
 
     trails: dict[str, Trail] = field(default_factory=dict)
-    others: int = 0
+    others: set[str] = field(default_factory=set)
     hashed: bool = False
     refused: list[str] = field(default_factory=list)
     looked: int = 0
@@ -56,9 +56,10 @@ def look(folder: str, rid: str) -> Answer:
     answer = Answer()
     parts: dict[str, dict[float, Trail]] = {}
     for process, trail, hashed in _all(folder, answer):
-        answer.others += trail.rid != rid
         answer.hashed |= hashed
-        if trail.rid == rid:
+        if trail.rid != rid:
+            answer.others.add(trail.rid)
+        else:
             mine = parts.setdefault(process, {})
             before = mine.get(trail.first)
             if before is None or before.steps < trail.steps:
@@ -99,7 +100,7 @@ def _paths(folder: str) -> list[Path]:
 
 
 def _unknown(rid: str, folder: str, answer: Answer) -> str:
-    known = f"{answer.others} trails of others" if answer.others else "no trail at all"
+    known = count(len(answer.others), "other request") if answer.others else "no request at all"
     text = f"request {rid!r} was expected in {folder!r}, found {known}"
     if answer.hashed and not rid.startswith("r-"):
         return (
