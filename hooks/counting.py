@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddtree_guard.hooks.record import Record
 
-
-def count(guard: Any, record: Record | None, result: Any) -> None:
-    """A worker of the `ServerGuard` has returned its result. Never raises."""
-    failed = guard.fuses.faults and _failed(guard.fuses, record, result)
-    if record is None and not failed:  # no verify step
+def count(guard: Any, began: bool, result: Any) -> None:
+    """A worker has returned its result. `began` says whether the guard saw the step begin. Never
+    raises.
+    """
+    failed = guard.fuses.faults and _failed(guard.fuses, began, result)
+    if not began and not failed:  # no verify step
         return
     guard.coverage.verify_steps += 1
     guard.metrics.add("verify_steps_total")
@@ -21,14 +21,15 @@ def count(guard: Any, record: Record | None, result: Any) -> None:
         guard.coverage.settled += 1  # nothing else will be said about it
 
 
-def _failed(fuses: Any, record: Record | None, result: Any) -> str:
+def _failed(fuses: Any, began: bool, result: Any) -> str:
     """The site that did not look at this step, which nobody else will judge; or nothing."""
-    if record is None:  # only verify steps have accepted lengths
-        return "begin" if fuses.faults["begin"] and _accepted(result) else ""
-    return "" if fuses.intact("verify") else "verify"
+    if began:
+        return "" if fuses.intact("verify") else "verify"
+    return "begin" if fuses.faults["begin"] and _accepted(result) else ""
 
 
 def _accepted(result: Any) -> bool:
+    """Whether the result has accepted lengths, as only that of a verify step has."""
     try:
         return getattr(result, "accept_lens", None) is not None
     except Exception:  # a fork's own property

@@ -277,7 +277,7 @@ class ServerGuard:
     def end(self, result: Any) -> None:
         """The worker returns its result; its tokens are still on their way to the host."""
         record, self.current = self.current, None
-        count(self, record, result)
+        count(self, record is not None, result)
         self._end(record, result)
 
     @site("verify")
