@@ -26,7 +26,7 @@ from ddtree_guard.step import Step
 
 TRIGGERS = {
     "finding": "a rule was broken",
-    "signal": "somebody asked for it (SIGUSR2)",
+    "signal": "somebody asked for it",
     "heuristic": "output looked garbled",
     "crash": "the process failed",
     "manual": "it was asked for",
@@ -139,7 +139,7 @@ def _trigger(dump: Dump) -> str:
     why = TRIGGERS.get(trigger["kind"], trigger["kind"])
     words = [f"Written because {why}" + (f": {trigger['why']}" if trigger["why"] else "")]
     if trigger["suppressed"]:
-        words.append(f"{trigger['suppressed']} triggers before it wrote none")
+        words.append(f"triggers before it that wrote none: {trigger['suppressed']}")
     if dump.redacted:
         words.append("ids are hashes")
     return "; ".join(words) + "."
