@@ -280,13 +280,16 @@ def test_faults_of_the_guard_disarm_a_site_and_nothing_else(
 def test_steps_that_a_disarmed_site_does_not_see_lower_the_coverage(
     start: Start, monkeypatch: pytest.MonkeyPatch, site: str, graph: bool
 ) -> None:
+    from ddtree_guard.hooks import runtime
+
     server, guard = start(_case(graph=graph))
     server.step()
-    owner, name = {
-        "begin": (guard, "_named"), "build": (guard.checker, "build"),
-        "verify": (guard.checker, "verify"), "resolve": (guard.checker, "settle"),
-    }[site]  # fmt: skip
-    monkeypatch.setattr(owner, name, None)
+    if site == "begin":
+        broken = runtime.site(site)(lambda guard: guard.nothing)
+        monkeypatch.setattr(guard, "begin", lambda batch: broken(guard))
+    else:
+        name = {"resolve": "settle"}.get(site, site)
+        monkeypatch.setattr(guard.checker, name, None)
     for _ in range(5):
         server.step()
     assert guard.fuses.faults == {site: 3}
