@@ -198,11 +198,13 @@ def tree_of(spec: Any, bs: int, w: int) -> Tree:
         return host(value).reshape(-1)[: bs * w].reshape(bs, w).astype(np.int64)
 
     sizes = getattr(spec, "tree_sizes", None)
+    drafted = getattr(spec, "drafted", None)  # DDTREE of this project: candidates, favourites first
     return Tree(
         tokens=rows("draft_token"),
         parents=rows("parents"),
         depths=rows("depths"),
         sizes=None if sizes is None else host(sizes, np.int64)[:bs],
+        top1=None if drafted is None else host(drafted[:bs, :, 0], np.int64),
         retrieve_index=rows("retrieve_index"),
         retrieve_next_token=rows("retrieve_next_token"),
         retrieve_next_sibling=rows("retrieve_next_sibling"),

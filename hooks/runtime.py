@@ -36,6 +36,7 @@ from ddtree_guard.hooks.statics import replayed
 from ddtree_guard.hooks.switches import simulated_walk
 from ddtree_guard.hooks.taint import Taints
 from ddtree_guard.hooks.view import View, lanes_of
+from ddtree_guard.hooks.witness import Witness
 from ddtree_guard.metrics import Metrics
 from ddtree_guard.rule import Finding, Scope, Site
 from ddtree_guard.step import Step
@@ -102,6 +103,7 @@ class ServerGuard:
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
         self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
+        self.witness = Witness(self)
         self._depth = 0  # nested builds: a backend that calls its parent's, or wraps another
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -149,9 +151,8 @@ class ServerGuard:
     @site("init")
     def judge(self, step: Step) -> None:
         """Check the configuration that a runner was built with, before it serves."""
-        report = self.guard.check(step, (Site.INIT,))
-        record = Record(0, (), (), step=step)
-        self._apply(record, list(report.findings), tokens_left=False)
+        found = list(self.guard.check(step, (Site.INIT,)).findings)
+        self._apply(Record(0, (), (), step=step), found, tokens_left=False)
 
     def backends(self) -> list[tuple[Any, Any]]:
         """(runner, backend) of every backend that is alive, oldest first."""
@@ -339,6 +340,7 @@ class ServerGuard:
             self._apply(late, bad, tokens_left=True)
         known = self.shadow.compared
         found = self.checker.settle(record) + self.shadow.settle(record)
+        found += self.witness.settle(record)
         self.metrics.add("shadow_steps_total", self.shadow.compared - known)
         record.settled = True
         if record.checked:
