@@ -33,6 +33,7 @@ SUPPLIES = (
 SITE = "witness"
 LATE = ("A5", "A7")  # judged when the step is settled; L1 and G7 with the acceptance
 FIRST = 4  # steps whose inputs are stamped whatever their number
+SIGNLESS = (1 << 63) - 1
 POINTS = 1 << 16  # elements of an output that its fingerprint looks at
 # what changes logits in place between the forward and their last use
 _ADJUSTED = ("logit_bias", "acc_linear_penalties", "vocab_mask")
@@ -187,4 +188,4 @@ def _mark(tensor: Any) -> Any:
     flat = bits(tensor).view(-1)
     some = flat[:: max(1, len(flat) // POINTS) | 1].to(torch.int64)
     place = torch.arange(1, len(some) + 1, device=some.device)
-    return (some * (place * 2_654_435_761 | 1)).sum()
+    return (some * (place * 2_654_435_761 | 1)).sum() & SIGNLESS

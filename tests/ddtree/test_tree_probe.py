@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,61 @@ def test_every_planted_fault_is_found_on_its_step(
     for rule in set(planter.rows) - open_:
         row = planter.rows[rule]
         assert rule in [found["rule"] for found in row["found"]], (rule, row)
+
+
+def test_faults_of_the_worker_are_found_on_their_step(
+    interpreter: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "GAP", 1)
+    monkeypatch.setattr(live, "SAMPLED", 1)
+    server = ToyServer(PROMPTS, 16, 8, skill=0.4)
+    guard = server.watch(Config(mode=Mode.LOG, dump_dir=tmp_path))
+    rules = ["A5", "A7", "G7", "L1", "T5"]
+    planter = live.Planter(guard, rules, server.worker)
+    computed = guard.witness.computed
+
+    def replayed(*args: Any) -> None:  # the toy server has no graphs
+        guard.current.view.path = "graph"
+        computed(*args)
+
+    guard.witness.computed = replayed
+    for _ in range(len(rules) + 1):
+        server.step()
+    guard.remove()
+    assert not planter.todo
+    for rule in rules:
+        row = planter.rows[rule]
+        assert "error" not in row, row
+        own = [found for found in row["found"] if found["rule"] == rule]
+        assert [found["tokens_left"] for found in own] == [False], (rule, row)
+        assert own[0]["rid"] in ("r2", None)
+
+
+def test_positions_that_nobody_wrote_are_found_in_a_replay(
+    interpreter: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddtree_guard.testing.server import MiniServer
+
+    monkeypatch.setattr(live, "GAP", 1)
+    monkeypatch.setattr(live, "SAMPLED", 2)
+    case = VerifyCase(algorithm="DDTREE", budget=8, lens=(9, 4, 12), padded_bs=4, head_dim=16,
+                      heads=2, kv_heads=1)  # fmt: skip
+    server = MiniServer(case, "auto")
+    guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path))
+    worker = SimpleNamespace(witness=None, observers=[], _block=None, _predict=None, _commit=None)
+    guard.witness.attach(worker)
+    planter = live.Planter(guard, ["G2"], worker)
+    server.redress = lambda spec: guard.witness.building(server.runner)
+    try:
+        for _ in range(4):
+            server.step()
+    finally:
+        while arm.GUARDS:
+            arm.GUARDS.pop().remove()
+    row = planter.rows["G2"]
+    assert (row["at"], row["path"]) == (2, "graph")  # the first step says what is written
+    assert {found["rule"] for found in row["found"]} >= {"G2", "P1"}
+    assert guard.coverage.findings == len(row["found"])
 
 
 def test_chain_lengths_are_those_of_a_walk_along_the_spine() -> None:
