@@ -67,7 +67,7 @@ def setups() -> list[Setup]:
     # widest first: what a run cut short would miss most
     plan += [replace(tree, block=16, budget=b) for b in (256, 7, 31, 8, 15, 17, 32)]
     plan += [replace(PLAIN, graphs=False), replace(PLAIN, chunk=32)]
-    return plan + [replace(broken, budget=b) for b in (7, 8, 64)]
+    return plan + [replace(broken, budget=b, graphs=g) for g in (True, False) for b in (7, 8, 64)]
 
 
 def jobs_of(setup: Setup, sizes: Sequence[int] = SIZES) -> list[tuple[int, int, int]]:
