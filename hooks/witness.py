@@ -61,6 +61,9 @@ class Witness:
             self.every = SAMPLE[self.guard.config.depth]
         worker.witness, self.supplies = self, SUPPLIES
         worker.observers.append(self.walked)
+        inputs = _inputs(getattr(worker, "model_runner", None))
+        if inputs is not None and inputs.positions.is_inference():  # torch counts no writes
+            self.supplies = tuple(path for path in SUPPLIES if path != "graph.generation")
 
     # --- one step -------------------------------------------------------------------------------
     def building(self, runner: Any) -> None:
@@ -69,8 +72,7 @@ class Witness:
         if record is None or (record.step_id % self.every and record.step_id > FIRST):
             return
         with self.guard.fuses.internal(SITE):
-            buffers = getattr(graph_runner(runner), "buffers", None)
-            self.guard.certificates.stamps.note(record.step_id, buffers, INPUTS)
+            self.guard.certificates.stamps.note(record.step_id, _inputs(runner), INPUTS)
 
     def computed(self, output: Any, info: Any) -> None:
         """The target's forward is queued; nobody has changed its output. `info`: for sampling."""
@@ -134,6 +136,11 @@ class Witness:
         return found
 
 
+def _inputs(runner: Any) -> Any:
+    """The static inputs of a runner's decode graphs, or None."""
+    return getattr(graph_runner(runner), "buffers", None)
+
+
 def _adjusts(info: Any) -> bool:
     """Whether sampling changes logits in place."""
     if info is None:
@@ -164,7 +171,8 @@ def _rows_handed_on(done: Any, bs: int, w: int) -> Any:
     whole = bits(done.hidden).view(-1, done.hidden.shape[-1])
     handed = bits(done.handed).view(*index.shape, -1)
     first = torch.arange(bs, device=index.device)[:, None] * w
-    same = (whole[first + index.clamp(min=0)] == handed).all(-1)
+    inside = index.clamp(0, w - 1)  # A1 judges the path; a row that is none would end the server
+    same = (whole[first + inside] == handed).all(-1)
     rows, same, lens = host(index, np.int64), host(same), host(accepted.lens[:bs], np.int64)
     rows[np.arange(rows.shape[1]) >= lens[:, None]] = -1
     for i, j in zip(*np.nonzero(~same & (rows >= 0)), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,6 +214,24 @@ def test_steps_that_are_not_read_cost_a_comparison(start: Start) -> None:
         server.step()
     assert looked == []
     assert guard.certificates.stamps._noted[0] == witness.FIRST
+
+
+def test_a_path_off_the_tree_is_measured_without_reading_beyond_it() -> None:
+    index = torch.tensor([[0, 99], [0, 2]])
+    accepted = SimpleNamespace(accept_index=index, lens=torch.tensor([2, 2]))
+    hidden = torch.arange(12.0).view(6, 2)
+    done = SimpleNamespace(accepted=accepted, hidden=hidden, handed=hidden[[0, 1, 4, 5]])
+    assert witness._rows_handed_on(done, 2, 3).tolist() == [[0, 1], [1, 2]]
+
+
+def test_without_a_count_of_writes_no_stale_input_is_claimed(start: Start) -> None:
+    server, guard, _ = start()
+    assert "graph.generation" in guard.witness.supplies
+    with torch.inference_mode():
+        buffers = SimpleNamespace(positions=torch.zeros(3))
+    server.worker.model_runner.graph_runner = SimpleNamespace(buffers=buffers)
+    guard.witness.attach(server.worker)
+    assert "graph.generation" not in guard.witness.supplies
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
