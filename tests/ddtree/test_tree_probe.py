@@ -23,6 +23,18 @@ pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2], [1, 6, 1, 8, 0, 3, 3, 9, 8, 8, 7, 4]]
 
 
+class RadixAttention(torch.nn.Module):
+    """Named as SGLang's."""
+
+
+def rotary(rows: int) -> Any:
+    """A model with one attention layer and a rotary table."""
+    layer = torch.nn.Module()
+    layer.attn, layer.rotary_emb = RadixAttention(), torch.nn.Module()
+    layer.rotary_emb.cos_sin_cache = torch.zeros(rows, 2)
+    return layer
+
+
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_every_planted_fault_is_found_on_its_step(
@@ -38,14 +50,19 @@ def test_every_planted_fault_is_found_on_its_step(
     )  # fmt: skip
     server = MiniServer(case, "auto")
     guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path))
+    server.runner.model = rotary(8192)
     try:
-        planter = live.Planter(guard, arm.active_rules(guard)[half::2])
+        order = arm.active_rules(guard)
+        planter = live.Planter(guard, order[half::2])
         for _ in range(len(planter.todo) + 1):
             server.step()
+            # a position off the table is put right again before a model would look it up
+            assert server.inputs.positions.max() < 8192
     finally:
         while arm.GUARDS:
             arm.GUARDS.pop().remove()
     assert not planter.todo
+    assert ("P2" in planter.rows) == (half == order.index("P2") % 2)
     assert len(planter.rows) > 10
     # M9 does not apply to a captured mask, W7 to an eager step, K9 to a page size of 1
     open_ = {rule for rule, row in planter.rows.items() if {"not_checked", "error"} & set(row)}
