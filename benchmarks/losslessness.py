@@ -248,6 +248,7 @@ def incident(setup: Setup, folder: Path) -> dict[str, Any]:
     log = folder / f"{setup.name}.log"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     found = [parse_line(line) for line in lines if "ddtree_guard finding" in line]
+    found = [{name: one[name] for name in one if name not in ("dump", "name")} for one in found]
     return {"budget": setup.budget, "graphs": setup.graphs,
             "at_start": [one["rule"] for one in found if one["step"] == "0"],
             "first_step": next((one for one in found if one["step"] != "0"), None)}  # fmt: skip
