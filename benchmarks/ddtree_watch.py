@@ -39,13 +39,11 @@ LINE = "ddtree_guard finding"
 _OWN = "cannot occur: "
 # Faults that are not planted into a live DDTREE engine.
 ABSENT = {
-    "CFG3": _OWN + "DDTREE refuses budgets and blocks beyond its limits at start",
-    "CFG4": _OWN + "EAGLE's arithmetic of steps and top-k, which DDTREE does not have",
-    "W4": _OWN + "the Triton backend's mask is flat and has no row stride",
-    "K9": _OWN + "DDTREE refuses KV pages of more than one token",
-    "K10": _OWN + "DDTREE refuses models with a sliding window",
-    "L3": _OWN + "the worker has one walk for greedy and sampled rows, so it chooses no rule",
-    "L4": _OWN + "DDTREE refuses requests with a grammar",
+    "CFG4": _OWN + "EAGLE's arithmetic of steps and top-k, which DDTREE does not have; planted in "
+    "an EAGLE server by tests/hooks/test_configuration.py",
+    "K9": _OWN + "DDTREE refuses KV pages of more than one token; tests/ddtree/test_limits.py",
+    "K10": _OWN + "DDTREE refuses models with a sliding window; tests/ddtree/test_limits.py",
+    "L4": _OWN + "DDTREE refuses requests with a grammar; tests/ddtree/test_algorithm.py",
     "X1": "one rank has no peers: see ddtree_tp.json",
     "X4": "one rank has no peers: see ddtree_tp.json",
 }

@@ -69,7 +69,7 @@ def read_step(
         padded_bs=lanes,
         widths=_widths(backend, facts, args, w, draft),
         layout=layout,
-        mask=_mask(meta, captured, rids, layout, w),
+        mask=_mask(meta, captured, rids, layout, w, _row_stride(spec, layout, live)),
         tree=tree or tree_of(spec, live, w),
         positions=Positions(values=host(batch.positions)),
         slots=_slots(meta, batch, runner, live, w),
@@ -177,7 +177,15 @@ def _reach(layout: Layout, w: int) -> int:
     return int(max(w * columns.sum(), np.max(starts) + w * columns.max()))
 
 
-def _mask(meta: Any, captured: Any, rids: tuple[str, ...], layout: Layout, w: int) -> Mask:
+def _row_stride(spec: Any, layout: Layout, live: int) -> Any:
+    """Cells of a mask row per request, where the builder says how many columns its trees have."""
+    columns = getattr(spec, "mask_columns", None)
+    return None if columns is None else np.asarray(layout.prefix_lens, np.int64)[:live] + columns
+
+
+def _mask(
+    meta: Any, captured: Any, rids: tuple[str, ...], layout: Layout, w: int, row_stride: Any = None
+) -> Mask:
     """The mask. A captured buffer is made for the longest context and can hold hundreds of MB."""
     cells = meta.custom_mask
     if cells is None:
@@ -185,7 +193,10 @@ def _mask(meta: Any, captured: Any, rids: tuple[str, ...], layout: Layout, w: in
     capacity = captured if captured is not None else cells
     if captured is not None and cells.numel() > WHOLE:
         cells = cells[: max(WHOLE, _reach(layout, w))]
-    return Mask(cells=host(cells), present=True, capacity=int(capacity.numel()), rids=rids or None)
+    return Mask(
+        cells=host(cells), present=True, capacity=int(capacity.numel()), rids=rids or None,
+        row_stride=row_stride,
+    )  # fmt: skip
 
 
 def tree_of(spec: Any, bs: int, w: int) -> Tree:

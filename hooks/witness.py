@@ -1,10 +1,11 @@
 """What a DDTREE worker of this project goes on with, in the steps that are read to the host.
 
 The worker asks in every step; nearly always the step is not one that is read, and nothing is done.
-In the others: are the target's logits alive (L1), are the graph's outputs still what the replay
-left (G7), do the drafter's hidden rows belong to the accepted path (A5), and did the draft start
-where the text ends (A7)? What a step's tokens are was known to the scheduler before it, so A7
-compares the device with the host. Inputs that the replay was to find written are stamped (G2).
+In the others: are the target's logits alive (L1), are all requests greedy where rows are taken by
+argmax (L3), are the graph's outputs still what the replay left (G7), do the drafter's hidden rows
+belong to the accepted path (A5), and did the draft start where the text ends (A7)? What a step's
+tokens are was known to the scheduler before it, so A7 compares the device with the host. Inputs
+that the replay was to find written are stamped (G2).
 
 Nothing here is captured, and nothing is allocated or read in a step that is not read anyway.
 """
@@ -12,6 +13,7 @@ Nothing here is captured, and nothing is allocated or read in a step that is not
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,11 +29,12 @@ if TYPE_CHECKING:
     from ddtree_guard.hooks.runtime import ServerGuard
 
 SUPPLIES = (
-    "tree.top1", "outcome.finite", "outcome.hidden_rows", "outcome.draft_anchor",
-    "outcome.last_committed", "graph.generation", "graph.output_marks",
+    "tree.top1", "mask.row_stride", "outcome.finite", "outcome.hidden_rows",
+    "outcome.draft_anchor", "outcome.last_committed", "outcome.greedy", "outcome.greedy_kernel",
+    "graph.generation", "graph.output_marks",
 )  # fmt: skip
 SITE = "witness"
-LATE = ("A5", "A7")  # judged when the step is settled; L1 and G7 with the acceptance
+LATE = ("A5", "A7")  # judged when the step is settled; L1, L3 and G7 with the acceptance
 FIRST = 4  # steps whose inputs are stamped whatever their number
 SIGNLESS = (1 << 63) - 1
 POINTS = 1 << 16  # elements of an output that its fingerprint looks at
@@ -49,6 +52,7 @@ class Witness:
         self._rules = copy.copy(guard.guard)
         self._rules.rules = tuple(rule for rule in guard.guard.rules if rule.id in LATE)
         self._marks: dict[str, Any] = {}
+        self._argmax = False  # the rows' tokens are the largest logits, for every request
         self._extremes: tuple[Any, Any] | None = None  # smallest and largest logit of each row
 
     def attach(self, worker: Any) -> None:
@@ -83,6 +87,7 @@ class Witness:
         with self.guard.fuses.internal(SITE):
             logits, hidden = output.next_token_logits, output.hidden_states
             self._extremes = logits.aminmax(dim=-1)  # NaN passes through both
+            self._argmax = info is None or bool(info.is_all_greedy)  # as `ddtree.choose` decides
             if record.view is not None and record.view.path == "graph":
                 outputs = {"hidden_states": hidden, "logits": None if _adjusts(info) else logits}
                 self._marks = {n: (t, _mark(t)) for n, t in outputs.items() if t is not None}
@@ -93,7 +98,7 @@ class Witness:
         if record is None or record.step is None:
             return
         with self.guard.fuses.internal(SITE):
-            record.step = self._measured(record.step, done)
+            record.step = self._measured(record.step, done, record.reqs)
         self._marks, self._extremes = {}, None
 
     def _read(self) -> Record | None:
@@ -103,7 +108,7 @@ class Witness:
             return None
         return record
 
-    def _measured(self, step: Step, done: Any) -> Step:
+    def _measured(self, step: Step, done: Any, reqs: Sequence[Any]) -> Step:
         bs, w = step.bs, step.w
         marks = {name: (int(was), int(_mark(held))) for name, (held, was) in self._marks.items()}
         step = step.replace(
@@ -112,6 +117,7 @@ class Witness:
             outcome__draft_anchor=host(done.block[:bs, 0], np.int64),
             outcome__draft_lens=host(done.places[:bs, 0], np.int64),
             outcome__target_lens=np.asarray(step.layout.prefix_lens, np.int64)[:bs],
+            outcome__greedy=_greedy(reqs) if self._argmax and len(reqs) == bs else None,
         )
         if self._extremes is None or len(self._extremes[0]) != bs * w:
             return step
@@ -147,6 +153,11 @@ def _adjusts(info: Any) -> bool:
         return False
     given = any(getattr(info, name, None) is not None for name in _ADJUSTED)
     return given or bool(getattr(info, "has_custom_logit_processor", False))
+
+
+def _greedy(reqs: Sequence[Any]) -> Any:
+    """Which requests ask for the most probable token: SGLang turns temperature 0 into top-k 1."""
+    return np.array([getattr(req.sampling_params, "top_k", 1) <= 1 for req in reqs], np.bool_)
 
 
 def _last_tokens(reqs: Any, anchor: Any) -> Any:

@@ -256,8 +256,9 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
         spec.parents, spec.depths, spec.tree_sizes = trees.parents, trees.depths, trees.sizes
-        spec.drafted = drafted  # for the guard: the tree must hold the first of each position
-        spec.mask_is_buffer = True  # for the guard: longer than the step needs, see `_mask`
+        # for the guard: the tree must hold the first token of each position; how the mask was laid;
+        # and it is longer than the step needs, see `_mask`
+        spec.drafted, spec.mask_columns, spec.mask_is_buffer = drafted, width, True
         spec.retrieve_index = self._row_ids(len(slots), width)
         spec.retrieve_next_token = trees.next_token
         spec.retrieve_next_sibling = trees.next_sibling

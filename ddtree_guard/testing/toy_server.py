@@ -7,6 +7,7 @@ without a KV cache, an attention kernel or a tree.
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -166,7 +167,7 @@ class ToyServer:
 
     def step(self, **request: Any) -> Any:
         """One decode step of all requests; `request` are sampling parameters of each of them."""
-        params = SimpleNamespace(custom_params=request.pop("custom_params", None))
+        params = SimpleNamespace(custom_params=request.pop("custom_params", None), top_k=1)
         lens = torch.tensor([len(text) - 1 for text in self.texts])
         roots = torch.tensor([text[-1] for text in self.texts])
         spec = SimpleNamespace(bonus_tokens=roots, reserved_seq_lens_cpu=None)
@@ -200,7 +201,7 @@ class ToyServer:
         """A request with its tokens so far, as the scheduler holds it."""
         start, text = self.starts[i], self.texts[i]
         return Loose(
-            sampling_params=params, lora_id=None, rid=f"r{i}", finished=lambda: False,
+            sampling_params=copy.copy(params), lora_id=None, rid=f"r{i}", finished=lambda: False,
             is_retracted=False, origin_input_ids=text[:start], output_ids=text[start:],
         )  # fmt: skip
 

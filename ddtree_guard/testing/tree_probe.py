@@ -38,7 +38,13 @@ from ddtree_guard.testing.faults import FAULTS
 from ddtree_guard.testing.plant import LIVE, TABLE, kept, write
 from ddtree_guard.testing.plant_results import Results, is_measured, measured, slots_beyond_row
 from ddtree_guard.testing.probe import PERIOD_S, counters
-from ddtree_guard.testing.worker_plants import EARLY, LATE, WorkerPlants
+from ddtree_guard.testing.worker_plants import (
+    EARLY,
+    LATE,
+    SAMPLES,
+    WorkerPlants,
+    ask_to_sample,
+)
 
 MOST = 20_000  # steps whose lengths are kept
 GAP = 16  # steps between two faults: after a hit the guard reads 8 steps to the host
@@ -301,6 +307,10 @@ class Planter:
             return
         if self.worker is not None and rule in LATE:
             row["how"], self.worker.late = "worker", rule
+            return
+        if self.worker is not None and rule == SAMPLES:
+            row["how"] = "worker"
+            self._undo.append(ask_to_sample(record.reqs[-1]))
             return
         if find_rule(rule).family in "AL" or rule == "K6":
             late = rule in ("A4", "K6")

@@ -1,8 +1,9 @@
 """Faults in what a live DDTREE worker goes on with, for the tree probe.
 
 Each is put in where it would arise: another token under the drafter (A7), a dead row of logits
-(L1), hidden states that change before they are used (G7), rows off the path for the drafter (A5),
-and positions of the step before in a graph's buffer, as if nobody had written them (G2).
+(L1), a request that samples in a batch that is taken by argmax (L3), hidden states that change
+before they are used (G7), rows off the path for the drafter (A5), and positions of the step before
+in a graph's buffer, as if nobody had written them (G2).
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from torch.autograd import _unsafe_preserve_version_counter
 
 from ddtree_guard.hooks.statics import graph_runner
 
+SAMPLES = "L3"
 EARLY = ("A7", "G2")  # planted before the step's metadata exist
 LATE = ("L1", "G7", "A5")
 STALE = "positions"
+
+
+def ask_to_sample(req: Any) -> Callable[[], None]:
+    """Let a request of a greedy batch ask for a sampled token. Returns what undoes it."""
+    params, held = req.sampling_params, req.sampling_params.top_k
+    params.top_k = 40
+    return lambda: setattr(params, "top_k", held)
 
 
 class WorkerPlants:

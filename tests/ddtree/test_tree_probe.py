@@ -79,7 +79,7 @@ def test_faults_of_the_worker_are_found_on_their_step(
     monkeypatch.setattr(live, "SAMPLED", 1)
     server = ToyServer(PROMPTS, 16, 8, skill=0.4)
     guard = server.watch(Config(mode=Mode.LOG, dump_dir=tmp_path))
-    rules = ["A5", "A7", "G7", "L1", "T5"]
+    rules = ["A5", "A7", "G7", "L1", "L3", "T5", "W4"]
     planter = live.Planter(guard, rules, server.worker)
     computed = guard.witness.computed
 

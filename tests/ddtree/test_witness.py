@@ -78,7 +78,7 @@ def test_sound_steps_are_clean_and_every_rule_is_judged(start: Start, budget: in
         server.step()
     assert found == []
     for step in steps:
-        assert {"A5", "A7", "L1", "T5", "G7"} <= set(guard.guard.check(step).checked)
+        assert {"A5", "A7", "L1", "L3", "T5", "G7", "W4"} <= set(guard.guard.check(step).checked)
     assert steps[-1].outcome.accept_lens.max() > 1
 
 
@@ -92,6 +92,33 @@ def test_a_row_of_nan_or_of_one_value_is_named(start: Start) -> None:
     _before(server.worker.witness, "computed", spoil)
     server.step()
     assert [(f[0], f[1], f[2], f[3]) for f in found if f[0] == "L1"] == [("L1", "r1", 5, False)]
+
+
+def test_a_request_that_samples_in_a_batch_of_argmax_is_named(start: Start) -> None:
+    server, _, found = start()
+    req = server._req
+
+    def samples(i: int, params: Any) -> Any:
+        made = req(i, params)
+        made.sampling_params.top_k = 40 if i == 2 else 1
+        return made
+
+    server._req = samples  # type: ignore[method-assign]
+    server.step()
+    assert [(f[0], f[1], f[3]) for f in found] == [("L3", "r2", False)]
+
+
+def test_a_mask_of_other_rows_than_the_kernel_walks_is_named(start: Start) -> None:
+    server, _, found = start()
+    prepare = server.worker.model_runner.attn_backend.init_forward_metadata
+
+    def relaid(batch: Any) -> Any:
+        batch.spec_info.mask_columns += 1
+        return prepare(batch)
+
+    server.worker.model_runner.attn_backend.init_forward_metadata = relaid
+    server.step()
+    assert [f[0] for f in found] == ["W4"]
 
 
 def test_hidden_rows_of_the_first_block_rows_are_named(start: Start) -> None:

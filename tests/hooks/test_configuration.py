@@ -16,6 +16,7 @@ from ddtree_guard.hooks import arm
 from ddtree_guard.hooks.configuration import read_configuration
 from ddtree_guard.hooks.rope import rope_rows
 from ddtree_guard.testing.cases import VerifyCase
+from ddtree_guard.testing.faults import FAULTS
 
 pytestmark = pytest.mark.sglang
 CONTEXT = 54
@@ -76,10 +77,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(shadow, "self_test", lambda device: "")
     servers: list[Any] = []
 
-    def make(algorithm: str, **config: Any) -> Any:
+    def make(algorithm: str, topk: int = 1, **config: Any) -> Any:
         case = VerifyCase(
             algorithm=algorithm, lens=(9, 4), head_dim=16, heads=2, kv_heads=1, budget=6,
-            draft_tokens=7,
+            draft_tokens=7, topk=topk,
         )  # fmt: skip
         server = MiniServer(case)
         guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path, **config))
@@ -115,6 +116,17 @@ def test_positions_are_compared_with_the_table_of_a_running_model(
     assert arm.configuration_of(guard).limits.rope_rows == 9
     assert "P2" not in arm.not_checked(guard)
     assert {(line["rule"], line["step"]) for line in lines()} == {("P2", "2")}
+
+
+def test_a_draft_count_that_its_steps_cannot_give_is_named_at_start(
+    start: Callable[..., Any], lines: Callable[[], list[dict[str, str]]]
+) -> None:
+    """EAGLE's own arithmetic, which a DDTREE server does not have."""
+    guard = start("EAGLE", topk=4)
+    assert "CFG4" in arm.active_rules(guard)
+    assert lines() == []
+    guard.judge(FAULTS["CFG4"](arm.configuration_of(guard), 0).step)
+    assert {(line["rule"], line["step"]) for line in lines()} == {("CFG4", "0")}
 
 
 def test_dumps_say_what_the_doctor_would(start: Callable[..., Any]) -> None:
