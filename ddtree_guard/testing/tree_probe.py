@@ -5,6 +5,7 @@ it is no part of an installed guard. It reads
 
     DDTREE_LIVE=FILE        where counters and, per step, chain and tree lengths are written
     DDTREE_LIVE_TIME=on     time the target's forwards
+    DDTREE_LIVE_READ=4      read every 4th step to the host, for the rules without a device bit
     DDTREE_LIVE_PLANT=on    plant the fault of every rule that is active, one after another
     DDTREE_LIVE_PLANT=X1,X4 plant these only
 """
@@ -26,7 +27,7 @@ import torch
 
 from ddtree_guard.config import PREFIX, Mode, setting
 from ddtree_guard.guard import find_rule
-from ddtree_guard.hooks import arm
+from ddtree_guard.hooks import arm, device_checker
 from ddtree_guard.hooks.checker import with_outcome
 from ddtree_guard.hooks.patching import Original, Patch, apply
 from ddtree_guard.hooks.record import Record, Walk
@@ -87,6 +88,8 @@ def _after_arming(original: Callable[..., None]) -> Callable[..., None]:
 def watch(worker: Any, guard: Any) -> None:
     """Meter the worker's steps, plant what is asked for, write a file twice a second."""
     parts: list[Any] = []
+    if guard is not None and (every := setting("DDTREE_LIVE_READ")):
+        read_every(guard, int(every))
     if guard is not None:
         parts.append(SimpleNamespace(values=lambda: counters(guard)))
         if isinstance(getattr(worker, "observers", None), list):
@@ -112,6 +115,11 @@ def watch(worker: Any, guard: Any) -> None:
             spare.replace(target)
 
     threading.Thread(target=run, name="ddtree-live", daemon=True).start()
+
+
+def read_every(guard: Any, steps: int) -> None:
+    """Let the guard read more steps to the host than it does by itself."""
+    device_checker.SAMPLE[guard.config.depth] = guard.witness.every = steps
 
 
 def file_of(target: Path, guard: Any) -> Path:

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sglang")
 
-from ddtree_guard.config import Config, Mode  # noqa: E402
+from ddtree_guard.config import Config, Depth, Mode  # noqa: E402
 from ddtree_guard.ddtree.tree import Trees  # noqa: E402
 from ddtree_guard.hooks import arm  # noqa: E402
 from ddtree_guard.testing import tree_probe as live  # noqa: E402
@@ -125,6 +125,17 @@ def test_positions_that_nobody_wrote_are_found_in_a_replay(
     assert (row["at"], row["path"]) == (2, "graph")  # the first step says what is written
     assert {found["rule"] for found in row["found"]} >= {"G2", "P1"}
     assert guard.coverage.findings == len(row["found"])
+
+
+def test_a_benchmark_may_ask_for_more_steps_to_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddtree_guard.hooks import device_checker
+
+    monkeypatch.setattr(device_checker, "SAMPLE", dict(device_checker.SAMPLE))
+    config = Config(mode=Mode.LOG, depth=Depth.FULL)
+    guard = SimpleNamespace(config=config, witness=SimpleNamespace(every=64))
+    live.read_every(guard, 3)
+    assert device_checker.SAMPLE[Depth.FULL] == guard.witness.every == 3
+    assert device_checker.SAMPLE[Depth.FAST] > 1000
 
 
 def test_chain_lengths_are_those_of_a_walk_along_the_spine() -> None:
