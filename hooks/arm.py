@@ -28,6 +28,7 @@ from ddtree_guard.hooks.selftest import self_test
 from ddtree_guard.hooks.sites import SCHEDULER, scheduler_hooks, verify_hook, worker_hook
 from ddtree_guard.hooks.statics import graph_runner
 from ddtree_guard.hooks.switches import WALK, unguardable
+from ddtree_guard.hooks.witness import witness_of
 from ddtree_guard.hooks.words import armed_words
 from ddtree_guard.metrics import metrics_for, metrics_of_process
 from ddtree_guard.step import Step
@@ -127,7 +128,7 @@ def _arm(guard: ServerGuard, scheduler: Any) -> str:
     observers = getattr(worker, "observers", None)
     if isinstance(observers, list):  # DDTREE of this project: its walk is no function of SGLang's
         observers.append(guard.walked)
-        guard.witness.attach(worker)
+        guard.witness = witness_of(guard, worker)
     for state in guard.hooks.values():
         if state.blocking:
             return f"site {state.hook.site} is not hooked ({state.detail})"
@@ -222,7 +223,7 @@ def not_checked(guard: ServerGuard) -> dict[str, str]:
         return {}
     targets = [backend for runner, backend in pairs if not runner.is_draft_worker]
     supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step)}
-    supplied |= {*guard.shadow.supplies, *guard.witness.supplies}
+    supplied |= {*guard.shadow.supplies, *getattr(guard.witness, "supplies", ())}
     if step.contract.chain:  # no arrays say that row r follows row r-1
         supplied -= {"tree.parents", "tree.depths", "tree.sizes", *LINKS, "outcome.predict"}
     if all(graph_runner(runner) is None for runner, _ in pairs if not runner.is_draft_worker):

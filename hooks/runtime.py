@@ -36,7 +36,6 @@ from ddtree_guard.hooks.statics import replayed
 from ddtree_guard.hooks.switches import simulated_walk
 from ddtree_guard.hooks.taint import Taints
 from ddtree_guard.hooks.view import View, lanes_of
-from ddtree_guard.hooks.witness import Witness
 from ddtree_guard.metrics import Metrics
 from ddtree_guard.rule import Finding, Scope, Site
 from ddtree_guard.step import Step
@@ -90,6 +89,7 @@ class ServerGuard:
         self.fuses = Fuses(strict=config.mode is Mode.RAISE, told=self.metrics.fault)
         self.taints = Taints()
         self.certificates = Certificates()
+        self.witness: Any = None  # `witness.Witness`: a DDTREE worker's own outputs
         self.simulated = simulated_walk()
         self.coverage = Coverage()
         self.flight = Flight(config, run, rank, self.metrics)
@@ -103,7 +103,6 @@ class ServerGuard:
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
         self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
-        self.witness = Witness(self)
         self._depth = 0  # nested builds: a backend that calls its parent's, or wraps another
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -340,7 +339,8 @@ class ServerGuard:
             self._apply(late, bad, tokens_left=True)
         known = self.shadow.compared
         found = self.checker.settle(record) + self.shadow.settle(record)
-        found += self.witness.settle(record)
+        if self.witness is not None:
+            found += self.witness.settle(record)
         self.metrics.add("shadow_steps_total", self.shadow.compared - known)
         record.settled = True
         if record.checked:

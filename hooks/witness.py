@@ -42,71 +42,70 @@ POINTS = 1 << 16  # elements of an output that its fingerprint looks at
 _ADJUSTED = ("logit_bias", "acc_linear_penalties", "vocab_mask")
 
 
+def witness_of(guard: ServerGuard, worker: Any) -> Witness | None:
+    """The witness of a worker that asks one; None for any other worker."""
+    return Witness(guard, worker) if hasattr(worker, "witness") else None
+
+
 class Witness:
-    """Looks into a worker's steps. `supplies` names the fields that it fills once attached."""
+    """Looks into a worker's steps. `supplies` names the fields that it fills; `every` is from one
+    step that is read to the next.
+    """
 
-    def __init__(self, guard: ServerGuard) -> None:
+    def __init__(self, guard: ServerGuard, worker: Any) -> None:
         self.guard = guard
-        self.supplies: tuple[str, ...] = ()
-        self.every = 1  # steps from one that is read to the next
-        self._rules = copy.copy(guard.guard)
-        self._rules.rules = tuple(rule for rule in guard.guard.rules if rule.id in LATE)
-        self._marks: dict[str, Any] = {}
-        self._argmax = False  # the rows' tokens are the largest logits, for every request
-        self._extremes: tuple[Any, Any] | None = None  # smallest and largest logit of each row
-
-    def attach(self, worker: Any) -> None:
-        """Let the worker ask, if it is one that does."""
-        if not hasattr(worker, "witness"):
-            return
-        if self.guard.checker.kind == "device":
+        self.every = 1
+        if guard.checker.kind == "device":
             from ddtree_guard.hooks.device_checker import SAMPLE
 
-            self.every = SAMPLE[self.guard.config.depth]
-        worker.witness, self.supplies = self, SUPPLIES
-        worker.observers.append(self.walked)
+            self.every = SAMPLE[guard.config.depth]
+        self.supplies: tuple[str, ...] = SUPPLIES
         inputs = _inputs(getattr(worker, "model_runner", None))
         if inputs is not None and inputs.positions.is_inference():  # torch counts no writes
             self.supplies = tuple(path for path in SUPPLIES if path != "graph.generation")
+        self._rules = copy.copy(guard.guard)
+        self._rules.rules = tuple(rule for rule in guard.guard.rules if rule.id in LATE)
+        self._seen = 0  # the step whose outputs were seen last
+        self._marks: dict[str, Any] = {}
+        self._argmax = False  # the rows' tokens are the largest logits, for every request
+        self._extremes: tuple[Any, Any] | None = None  # smallest and largest logit of each row
+        worker.witness = self
+        worker.observers.append(self.walked)
 
     # --- one step -------------------------------------------------------------------------------
     def building(self, runner: Any) -> None:
         """The inputs of the target's forward are about to be written."""
-        record = self.guard.current
-        if record is None or (record.step_id % self.every and record.step_id > FIRST):
+        step = self.guard.begun
+        if (step % self.every and step > FIRST) or not self.guard.fuses.intact(SITE):
             return
         with self.guard.fuses.internal(SITE):
-            self.guard.certificates.stamps.note(record.step_id, _inputs(runner), INPUTS)
+            self.guard.certificates.stamps.note(step, _inputs(runner), INPUTS)
 
-    def computed(self, output: Any, info: Any) -> None:
+    def computed(self, output: Any, info: Any, graph: bool) -> None:
         """The target's forward is queued; nobody has changed its output. `info`: for sampling."""
-        record = self._read()
-        if record is None:
+        step = self.guard.begun
+        if (step % self.every and step > FIRST) or not self.guard.fuses.intact(SITE):
             return
-        self._marks, self._extremes = {}, None
+        self._marks, self._seen = {}, 0
         with self.guard.fuses.internal(SITE):
             logits, hidden = output.next_token_logits, output.hidden_states
             self._extremes = logits.aminmax(dim=-1)  # NaN passes through both
             self._argmax = info is None or bool(info.is_all_greedy)  # as `ddtree.choose` decides
-            if record.view is not None and record.view.path == "graph":
+            if graph:
                 outputs = {"hidden_states": hidden, "logits": None if _adjusts(info) else logits}
                 self._marks = {n: (t, _mark(t)) for n, t in outputs.items() if t is not None}
+            self._seen = step
 
     def walked(self, done: Any) -> None:
         """The step is committed (`ddtree.worker.TreeStep`): measure, and put it into the record."""
-        record = self._read()
-        if record is None or record.step is None:
+        if not self._seen:
             return
+        seen, self._seen = self._seen, 0
         with self.guard.fuses.internal(SITE):
-            record.step = self._measured(record.step, done, record.reqs)
+            record = self.guard.current
+            if record is not None and record.step is not None and record.step_id == seen:
+                record.step = self._measured(record.step, done, record.reqs)
         self._marks, self._extremes = {}, None
-
-    def _read(self) -> Record | None:
-        """The record of the step that is running, if that is read to the host."""
-        record = self.guard.current
-        if record is None or record.step is None or not self.guard.fuses.intact(SITE):
-            return None
-        return record
 
     def _measured(self, step: Step, done: Any, reqs: Sequence[Any]) -> Step:
         bs, w = step.bs, step.w

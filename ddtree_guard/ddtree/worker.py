@@ -149,7 +149,7 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
             skip_attn_backend_init=True,
         )
         if self.witness is not None:
-            self.witness.computed(out.logits_output, batch.sampling_info)
+            self.witness.computed(out.logits_output, batch.sampling_info, graph)
         predict = self._predict(batch, out.logits_output, width, verify_batch)
         accepted = verify_kernel.walk(trees, predict, lens, self.block_size)
         if on_publish is not None:

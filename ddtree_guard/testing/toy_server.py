@@ -19,6 +19,7 @@ from ddtree_guard.config import Backend, Config
 from ddtree_guard.ddtree.propose import Proposer
 from ddtree_guard.hooks.runtime import ServerGuard
 from ddtree_guard.hooks.sites import adopt
+from ddtree_guard.hooks.witness import witness_of
 from ddtree_guard.testing import fakes
 from ddtree_guard.testing.fakes import Sizes, sglang
 
@@ -107,7 +108,7 @@ class ToyServer:
         self.guard = guard = ServerGuard(config)
         adopt(guard, self.runner.attn_backend, self.runner)
         self.worker.observers.append(guard.walked)
-        guard.witness.attach(self.worker)
+        guard.witness = witness_of(guard, self.worker)
         return guard
 
     def _runner(self) -> Any:

@@ -119,7 +119,9 @@ def watch(worker: Any, guard: Any) -> None:
 
 def read_every(guard: Any, steps: int) -> None:
     """Let the guard read more steps to the host than it does by itself."""
-    device_checker.SAMPLE[guard.config.depth] = guard.witness.every = steps
+    device_checker.SAMPLE[guard.config.depth] = steps
+    if guard.witness is not None:
+        guard.witness.every = steps
 
 
 def file_of(target: Path, guard: Any) -> Path:
@@ -224,18 +226,18 @@ class Planter:
         self._next, self._walk, self._undo = 0, "", list[Callable[[], None]]()
         self.active, self._undo_build = list(rules), list[Callable[[], None]]()
         self.results = Results(guard, self.rows)
-        witnessed = getattr(worker, "witness", None) is not None
+        witnessed = worker is not None and guard.witness is not None
         self.worker = WorkerPlants(guard, worker, self._claim) if witnessed else None
         self._wrap()
 
     def _claim(self, rule: str) -> bool:
         """Whether the step that has begun is to have this fault, before it was built."""
         record = self.guard.current
-        if rule not in self.todo or record is None or len(record.rids) < 2:
+        if rule not in self.todo or record is None or len(record.reqs) < 2:
             return False
         if record.step_id < self._next or record.step_id % SAMPLED:
             return False
-        self._take(rule, record.step_id, record.rids[-1], "")["how"] = "worker"
+        self._take(rule, record.step_id, str(record.reqs[-1].rid), "")["how"] = "worker"
         return True
 
     def _take(self, rule: str, step_id: int, rid: str, path: str) -> dict[str, Any]:

@@ -82,13 +82,13 @@ class WorkerPlants:
     def _wrap_witness(self, witness: Any) -> None:
         computed, building = witness.computed, witness.building
 
-        def dead_row(output: Any, info: Any) -> None:
+        def dead_row(output: Any, info: Any, graph: bool) -> None:
             step = getattr(self.guard.current, "step", None)
             if step is not None and self._take("L1"):
                 row = (step.bs - 1) * step.w + int(step.tree.sizes[-1]) - 1
                 with torch.inference_mode():
                     output.next_token_logits[row] = float("nan")
-            computed(output, info)
+            computed(output, info, graph)
 
         def noted(runner: Any) -> None:
             building(runner)

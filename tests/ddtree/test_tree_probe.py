@@ -15,6 +15,7 @@ pytest.importorskip("sglang")
 from ddtree_guard.config import Config, Depth, Mode  # noqa: E402
 from ddtree_guard.ddtree.tree import Trees  # noqa: E402
 from ddtree_guard.hooks import arm  # noqa: E402
+from ddtree_guard.hooks.witness import witness_of  # noqa: E402
 from ddtree_guard.testing import tree_probe as live  # noqa: E402
 from ddtree_guard.testing.cases import VerifyCase  # noqa: E402
 from ddtree_guard.testing.toy_server import ToyServer  # noqa: E402
@@ -81,13 +82,8 @@ def test_faults_of_the_worker_are_found_on_their_step(
     guard = server.watch(Config(mode=Mode.LOG, dump_dir=tmp_path))
     rules = ["A5", "A7", "G7", "L1", "L3", "T5", "W4"]
     planter = live.Planter(guard, rules, server.worker)
-    computed = guard.witness.computed
-
-    def replayed(*args: Any) -> None:  # the toy server has no graphs
-        guard.current.view.path = "graph"
-        computed(*args)
-
-    guard.witness.computed = replayed
+    computed = guard.witness.computed  # the toy server has no graphs
+    guard.witness.computed = lambda output, info, _: computed(output, info, True)
     for _ in range(len(rules) + 1):
         server.step()
     guard.remove()
@@ -112,7 +108,7 @@ def test_positions_that_nobody_wrote_are_found_in_a_replay(
     server = MiniServer(case, "auto")
     guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path))
     worker = SimpleNamespace(witness=None, observers=[], _block=None, _predict=None, _commit=None)
-    guard.witness.attach(worker)
+    guard.witness = witness_of(guard, worker)
     planter = live.Planter(guard, ["G2"], worker)
     server.redress = lambda spec: guard.witness.building(server.runner)
     try:

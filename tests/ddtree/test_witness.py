@@ -39,12 +39,9 @@ def start(interpreter: None, tmp_path: Path) -> Iterator[Start]:
             act(record, findings, tokens_left)
 
         guard._apply = applied
-        if graph:  # as if the step were a replay: the toy server has none
-
-            def replay(*_: Any) -> None:
-                guard.current.view.path = "graph"
-
-            _before(guard.witness, "computed", replay, times=1 << 30)
+        if graph:  # as if the steps were replays: the toy server has none
+            computed = guard.witness.computed
+            guard.witness.computed = lambda output, info, _: computed(output, info, True)
         guards.append(guard)
         return server, guard, found
 
@@ -85,7 +82,7 @@ def test_sound_steps_are_clean_and_every_rule_is_judged(start: Start, budget: in
 def test_a_row_of_nan_or_of_one_value_is_named(start: Start) -> None:
     server, _, found = start()
 
-    def spoil(output: Any, info: Any) -> None:
+    def spoil(output: Any, *_: Any) -> None:
         output.next_token_logits[2 * 17 + 3] = float("nan")
         output.next_token_logits[1 * 17 + 5] = 0.0
 
@@ -234,13 +231,21 @@ def test_steps_that_are_not_read_cost_a_comparison(start: Start) -> None:
     server, guard, _ = start()
     looked: list[str] = []
     guard.witness.every = 1 << 30
+    guard.witness._measured = lambda step, *_: looked.append("measured") or step
+    for _ in range(witness.FIRST + 2):
+        server.step()
+    assert len(looked) == witness.FIRST
+    assert guard.certificates.stamps._noted[0] == witness.FIRST
+
+
+def test_a_step_that_was_not_read_is_not_measured(start: Start) -> None:
+    server, guard, _ = start()
+    looked: list[str] = []
     build = guard.checker.build
     guard.checker.build = lambda record, view: (build(record, view), setattr(record, "step", None))
     guard.witness._measured = lambda *_: looked.append("measured")
-    for _ in range(witness.FIRST + 1):
-        server.step()
+    server.step()
     assert looked == []
-    assert guard.certificates.stamps._noted[0] == witness.FIRST
 
 
 def test_a_path_off_the_tree_is_measured_without_reading_beyond_it() -> None:
@@ -257,8 +262,10 @@ def test_without_a_count_of_writes_no_stale_input_is_claimed(start: Start) -> No
     with torch.inference_mode():
         buffers = SimpleNamespace(positions=torch.zeros(3))
     server.worker.model_runner.graph_runner = SimpleNamespace(buffers=buffers)
-    guard.witness.attach(server.worker)
-    assert "graph.generation" not in guard.witness.supplies
+    again = witness.witness_of(guard, server.worker)
+    assert again is not None
+    assert "graph.generation" not in again.supplies
+    assert witness.witness_of(guard, SimpleNamespace(observers=[])) is None
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])

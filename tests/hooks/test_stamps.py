@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from ddtree_guard.config import Config, Mode  # noqa: E402
 from ddtree_guard.hooks import arm  # noqa: E402
 from ddtree_guard.hooks.stamps import Stamps  # noqa: E402
+from ddtree_guard.hooks.witness import witness_of  # noqa: E402
 from ddtree_guard.testing.cases import VerifyCase  # noqa: E402
 
 NAMES = ("positions", "seq_lens")
@@ -81,7 +82,9 @@ def test_a_replay_with_an_input_of_an_earlier_step_is_named(
     server = module.MiniServer(case, "auto")
     guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path))
     assert guard is not None
-    server.redress = lambda spec: guard.witness.building(server.runner)  # as the worker asks
+    worker = SimpleNamespace(witness=None, observers=[], model_runner=server.runner)
+    guard.witness = witness_of(guard, worker)
+    server.redress = lambda spec: worker.witness.building(server.runner)  # as a worker asks
     monkeypatch.setattr(server, "plan", lambda: None)
     try:
         server.step()
