@@ -37,24 +37,13 @@ SPOILT = replace(TREE, plant="on", shadow=8)
 PLANTED = (SPOILT, replace(SPOILT, graphs=False))
 LINE = "ddtree_guard finding"
 _OWN = "cannot occur: "
-_BLIND = "may occur, and no hook looks: "
 # Faults that are not planted into a live DDTREE engine.
 ABSENT = {
-    "CFG3": _OWN + "DDTREE refuses budgets and blocks beyond its limits at start",
-    "CFG4": _OWN + "EAGLE's arithmetic of steps and top-k, which DDTREE does not have",
-    "CFG6": _BLIND + "the drafter's rope table is not read from a live runner",
-    "W4": _OWN + "the Triton backend's mask is flat and has no row stride",
-    "T5": _BLIND + "the drafter's favourites are not in the step; the search puts them first",
-    "P2": _BLIND + "the target's rope table is not read from a live runner",
-    "K9": _OWN + "DDTREE refuses KV pages of more than one token",
-    "K10": _OWN + "DDTREE refuses models with a sliding window",
-    "G2": _BLIND + "SGLang stamps no generation on a graph's inputs",
-    "G7": _BLIND + "outputs of a step are not marked",
-    "A5": _BLIND + "hidden rows given to the drafter are not in the step",
-    "A7": _BLIND + "the drafter's first position is not in the step",
-    "L1": _BLIND + "logits are not looked at",
-    "L3": _OWN + "the worker has one walk for greedy and sampled rows, so it chooses no rule",
-    "L4": _OWN + "DDTREE refuses requests with a grammar",
+    "CFG4": _OWN + "EAGLE's arithmetic of steps and top-k, which DDTREE does not have; planted in "
+    "an EAGLE server by tests/hooks/test_configuration.py",
+    "K9": _OWN + "DDTREE refuses KV pages of more than one token; tests/ddtree/test_limits.py",
+    "K10": _OWN + "DDTREE refuses models with a sliding window; tests/ddtree/test_limits.py",
+    "L4": _OWN + "DDTREE refuses requests with a grammar; tests/ddtree/test_algorithm.py",
     "X1": "one rank has no peers: see ddtree_tp.json",
     "X4": "one rank has no peers: see ddtree_tp.json",
 }

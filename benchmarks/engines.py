@@ -52,6 +52,7 @@ class Setup:
     depth: str = "fast"
     plant: str = ""  # "on" for every rule, or some
     shadow: int = 0  # compare attention in every n-th step
+    read: int = 0  # read every n-th step to the host; 0 is the guard's own choice
     time: bool = False  # measure the target's forwards
     tp: int = 1
     pool: int = 60_000  # KV slots; few of them make SGLang take requests back
@@ -74,7 +75,7 @@ class Setup:
             f"planted-{self.plant.replace(',', '-')}": self.plant not in ("", "on"),
             f"tp{self.tp}": self.tp > 1,
             f"pool{self.pool}": self.pool != 60_000, self.site.lower(): self.site,
-            "sync": not self.overlap,
+            "sync": not self.overlap, f"read{self.read}": self.read,
         }  # fmt: skip
         return "-".join([*parts, *(word for word, on in extra.items() if on)])
 
@@ -92,6 +93,7 @@ class Setup:
             "SGLANG_DDTREE_GUARD_DEPTH": self.depth,
             "SGLANG_DDTREE_GUARD_SHADOW_EVERY": str(self.shadow),
             "DDTREE_LIVE_PLANT": self.plant,
+            "DDTREE_LIVE_READ": str(self.read or ""),
             "DDTREE_LIVE_TIME": "on" if self.time else "",
         }
         if self.dtype == "float32":

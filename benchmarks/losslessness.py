@@ -23,6 +23,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -63,18 +64,20 @@ def setups() -> list[Setup]:
     plan += [replace(tree, budget=7), replace(exact, budget=16)]
     plan += [replace(tree, budget=b) for b in GRAPHS if b not in (7, 16, 64)]
     plan += [replace(tree, block=16), replace(tree, block=16, budget=64)]
+    # widest first: what a run cut short would miss most
+    plan += [replace(tree, block=16, budget=b) for b in (256, 7, 31, 8, 15, 17, 32)]
     plan += [replace(PLAIN, graphs=False), replace(PLAIN, chunk=32)]
-    return plan + [replace(broken, budget=b) for b in (7, 8, 64)]
+    return plan + [replace(broken, budget=b, graphs=g) for g in (True, False) for b in (7, 8, 64)]
 
 
-def jobs_of(setup: Setup) -> list[tuple[int, int, int]]:
-    """(batch size, budget, first prompt) of every cell of an engine."""
+def jobs_of(setup: Setup, sizes: Sequence[int] = SIZES) -> list[tuple[int, int, int]]:
+    """(batch size, budget, first prompt) of every cell of an engine; `sizes` are of plain ones."""
     if not setup.algorithm:
-        return [(bs, 0, at) for bs in SIZES for at in range(0, PROMPTS - bs + 1, bs)]
+        return [(bs, 0, at) for bs in sizes for at in range(0, PROMPTS - bs + 1, bs)]
     sweeps = setup.algorithm == "DDTREE" and not setup.graphs and setup.budget == BUDGET_MAX
     if not sweeps:
-        sizes = (3, 16) if setup.incident else SIZES
-        return [(bs, setup.budget, _first(bs, bs)) for bs in sizes]
+        batches = (3, 16) if setup.incident else SIZES
+        return [(bs, setup.budget, _first(bs, bs)) for bs in batches]
     # widest first, so that a run cut short has the cells that stress most
     return [(bs, b, _first(bs, b)) for bs in (16, 5, 1) for b in reversed(SWEEP)]
 
@@ -89,7 +92,7 @@ def cell(setup: Setup, args: argparse.Namespace, folder: Path) -> None:
     path, begun = folder / f"{setup.name}.json", time.monotonic()
     done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     seen = {(row["bs"], row["budget"], row["first"]) for row in done}
-    jobs = [job for job in jobs_of(setup) if job not in seen and job[1] <= args.widest]
+    jobs = [job for job in jobs_of(setup, args.plain) if job not in seen and job[1] <= args.widest]
     prompts, score = text_prompts(PROMPTS), setup in (PLAIN, PLAIN_EXACT)
     if not jobs and not score:
         return
@@ -105,7 +108,7 @@ def cell(setup: Setup, args: argparse.Namespace, folder: Path) -> None:
     print("cells done after", round(time.monotonic() - begun), "s", flush=True)
     if score:
         (folder / f"{setup.name}.ready").touch()
-        if setup == PLAIN:
+        if setup == PLAIN and args.plain == SIZES:
             save(folder / "noise.json", noise(engine, prompts, folder))
         answer(setup, engine, prompts, folder, args.wait - (time.monotonic() - begun))
     if setup.guard != "off":
@@ -245,6 +248,7 @@ def incident(setup: Setup, folder: Path) -> dict[str, Any]:
     log = folder / f"{setup.name}.log"
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     found = [parse_line(line) for line in lines if "ddtree_guard finding" in line]
+    found = [{name: one[name] for name in one if name not in ("dump", "name")} for one in found]
     return {"budget": setup.budget, "graphs": setup.graphs,
             "at_start": [one["rule"] for one in found if one["step"] == "0"],
             "first_step": next((one for one in found if one["step"] != "0"), None)}  # fmt: skip
@@ -328,10 +332,18 @@ def main() -> None:
     parser.add_argument("--hold", type=float, default=0.0, help="seconds until the fifth starts")
     parser.add_argument("--only", default="", help="a pattern of engine names; plain ones always")
     parser.add_argument("--widest", type=int, default=BUDGET_MAX, help="budget of the cells to run")
+    parser.add_argument(
+        "--plain",
+        type=int,
+        nargs="+",
+        default=SIZES,
+        help="batch sizes of the plain engines; some of them measure no yardstick",
+    )
     parser.add_argument("--wait", type=float, default=0.0)
     parser.add_argument("--merge", nargs="+", type=Path, help="results to put together into OUT")
     parser.add_argument("--cell")
     args = parser.parse_args()
+    args.plain = tuple(args.plain)
     folder = args.out / "losslessness"
     if args.merge:
         write(
@@ -359,6 +371,7 @@ def run_engines(everything: list[Setup], folder: Path, args: argparse.Namespace)
     """The plain engines run beside the others and are released to score when those are done."""
     begun = time.monotonic()
     extra = [str(args.model), str(args.out), "--widest", str(args.widest)]
+    extra += ["--plain", *map(str, args.plain)]
 
     def one(setup: Setup, spare: float) -> None:
         left = args.total - (time.monotonic() - begun) - spare

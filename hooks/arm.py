@@ -28,6 +28,7 @@ from ddtree_guard.hooks.selftest import self_test
 from ddtree_guard.hooks.sites import SCHEDULER, scheduler_hooks, verify_hook, worker_hook
 from ddtree_guard.hooks.statics import graph_runner
 from ddtree_guard.hooks.switches import WALK, unguardable
+from ddtree_guard.hooks.witness import witness_of
 from ddtree_guard.hooks.words import armed_words
 from ddtree_guard.metrics import metrics_for, metrics_of_process
 from ddtree_guard.step import Step
@@ -127,6 +128,7 @@ def _arm(guard: ServerGuard, scheduler: Any) -> str:
     observers = getattr(worker, "observers", None)
     if isinstance(observers, list):  # DDTREE of this project: its walk is no function of SGLang's
         observers.append(guard.walked)
+        guard.witness = witness_of(guard, worker)
     for state in guard.hooks.values():
         if state.blocking:
             return f"site {state.hook.site} is not hooked ({state.detail})"
@@ -220,7 +222,8 @@ def not_checked(guard: ServerGuard) -> dict[str, str]:
     if step is None:
         return {}
     targets = [backend for runner, backend in pairs if not runner.is_draft_worker]
-    supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step), *guard.shadow.supplies}
+    supplied = {*adapter_for(type(targets[-1])).supplies, *_given(step)}
+    supplied |= {*guard.shadow.supplies, *getattr(guard.witness, "supplies", ())}
     if step.contract.chain:  # no arrays say that row r follows row r-1
         supplied -= {"tree.parents", "tree.depths", "tree.sizes", *LINKS, "outcome.predict"}
     if all(graph_runner(runner) is None for runner, _ in pairs if not runner.is_draft_worker):
@@ -238,7 +241,6 @@ def not_checked(guard: ServerGuard) -> dict[str, str]:
 def _given(step: Step) -> set[str]:
     """The fields that the configuration step holds, for its own rules and those of each step."""
     paths = {path for rule in ALL for path in rule.needs if path.startswith(("widths.", "limits."))}
-    paths -= {"limits.rope_rows"}  # a step's own limits do not hold it
     return {path for path in paths if step.get(path) not in (None, ())}
 
 

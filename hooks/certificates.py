@@ -4,8 +4,8 @@ Taken when SGLang has built the metadata of a capture; compared with what the bu
 wrote to: addresses only, no device access. A graph captured again (weight update, resume) replaces
 its certificate; adaptive speculation has a backend per width, so each state has its own.
 
-What SGLang does not tell is not compared: it stamps no writes (G2; stale values break P1, K3, K4,
-M2 or an offset rule instead), and it keeps no fingerprint of a graph's output (G7).
+What SGLang does not tell is not compared. It stamps no writes: `stamps` says in some steps which
+inputs were written (G2); in the others stale values break P1, K3, K4, M2 or an offset rule.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from ddtree_guard.attention.backend import graph_mask
 from ddtree_guard.hooks.facts import Facts, facts_of
 from ddtree_guard.hooks.observe import verify_width
+from ddtree_guard.hooks.stamps import Stamps
 from ddtree_guard.hooks.statics import graph_runner
 from ddtree_guard.hooks.view import View, lanes_of
 from ddtree_guard.step import Graph, Static
@@ -95,7 +96,7 @@ class Certificate:
 @dataclass(slots=True)  # not frozen, as `View`
 class Replay:
     """One replay beside its graph's birth certificate. `held` are what was written, by NAMES;
-    `pointers` the addresses of the capture, in the same order.
+    `pointers` the addresses of the capture, in the same order. `written` is `Stamps.written`.
     """
 
     certificate: Certificate
@@ -103,6 +104,7 @@ class Replay:
     held: tuple[Any, ...]
     pointers: tuple[int | None, ...]
     sizes: tuple[int, ...]
+    written: tuple[int, dict[str, int]] | None = None
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -123,8 +125,9 @@ class Replay:
         """The Step part, for the rules."""
         born = self.certificate.statics
         held = {name: part for name, part in self.tensors.items() if name in born}
+        now, written = self.written or (None, {})
         return self.certificate.replay(
-            self.key, held, {}, None, num_tokens=num_tokens, batch_sizes=self.sizes
+            self.key, held, written, now, num_tokens=num_tokens, batch_sizes=self.sizes
         )
 
 
@@ -140,6 +143,7 @@ class Certificates:
 
     def __init__(self) -> None:
         self._held: weakref.WeakKeyDictionary[Any, _Graphs] = weakref.WeakKeyDictionary()
+        self.stamps = Stamps()
 
     def take(self, backend: Any, batch: Any, runner: Any, metadata: Any) -> None:
         """Take the certificate of the graph that is about to be captured for `batch`."""
@@ -150,7 +154,7 @@ class Certificates:
         built = {name: getattr(metadata, name, None) for name in BUILT}
         tensors = {**_inputs(batch), **built, "mask": metadata.custom_mask}
         key = key_of(backend, batch, runner, graphs.facts)
-        born = Certificate.of(key, tensors, constant=tensors)
+        born = Certificate.of(key, tensors, constant=tensors.keys() - INPUTS)
         pointers = tuple(
             born.statics[name].pointer if name in born.statics else None for name in NAMES
         )
@@ -169,7 +173,8 @@ class Certificates:
         except AttributeError:  # some releases lack some
             held = _held(backend, batch, graphs.facts)
         key = key_of(backend, batch, runner, graphs.facts)
-        return Replay(certificate, key, held, pointers, graphs.sizes)
+        written = self.stamps.written(dict(zip(NAMES, held, strict=True))) if self.stamps else None
+        return Replay(certificate, key, held, pointers, graphs.sizes, written)
 
 
 def wrong_choice(view: View) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from ddtree_guard.errors import IncompatibleError
 from ddtree_guard.hooks.contracts import contract_elsewhere, contract_of, row_of
 from ddtree_guard.hooks.facts import ALGORITHM as TREE
 from ddtree_guard.hooks.facts import BUDGET, Facts, facts_of, release
+from ddtree_guard.hooks.rope import rope_rows
 from ddtree_guard.hooks.statics import graph_runner
 from ddtree_guard.step import Contract, Limits, Step, Who, Widths
 
@@ -97,21 +98,6 @@ def _draft(
         if facts is not None:
             return int(getattr(backend, facts.widths[0])), int(block)
     return None, None
-
-
-def rope_rows(runner: Any) -> int | None:
-    """Rows of the shortest rotary table beside an attention layer of the runner's model; None where
-    none is seen. Tables of a vision tower stand beside no such layer.
-    """
-    modules = getattr(getattr(runner, "model", None), "modules", None)
-    if not callable(modules):
-        return None
-    tables = [
-        getattr(getattr(part, "rotary_emb", None), "cos_sin_cache", None)
-        for part in modules()
-        if any(type(child).__name__ == "RadixAttention" for child in part.children())
-    ]
-    return min((int(table.shape[0]) for table in tables if table is not None), default=None)
 
 
 def _limits(

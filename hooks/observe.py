@@ -69,7 +69,7 @@ def read_step(
         padded_bs=lanes,
         widths=_widths(backend, facts, args, w, draft),
         layout=layout,
-        mask=_mask(meta, captured, rids, layout, w),
+        mask=_mask(meta, captured, rids, layout, w, _row_stride(spec, layout, live)),
         tree=tree or tree_of(spec, live, w),
         positions=Positions(values=host(batch.positions)),
         slots=_slots(meta, batch, runner, live, w),
@@ -177,7 +177,15 @@ def _reach(layout: Layout, w: int) -> int:
     return int(max(w * columns.sum(), np.max(starts) + w * columns.max()))
 
 
-def _mask(meta: Any, captured: Any, rids: tuple[str, ...], layout: Layout, w: int) -> Mask:
+def _row_stride(spec: Any, layout: Layout, live: int) -> Any:
+    """Cells of a mask row per request, where the builder says how many columns its trees have."""
+    columns = getattr(spec, "mask_columns", None)
+    return None if columns is None else np.asarray(layout.prefix_lens, np.int64)[:live] + columns
+
+
+def _mask(
+    meta: Any, captured: Any, rids: tuple[str, ...], layout: Layout, w: int, row_stride: Any = None
+) -> Mask:
     """The mask. A captured buffer is made for the longest context and can hold hundreds of MB."""
     cells = meta.custom_mask
     if cells is None:
@@ -185,7 +193,10 @@ def _mask(meta: Any, captured: Any, rids: tuple[str, ...], layout: Layout, w: in
     capacity = captured if captured is not None else cells
     if captured is not None and cells.numel() > WHOLE:
         cells = cells[: max(WHOLE, _reach(layout, w))]
-    return Mask(cells=host(cells), present=True, capacity=int(capacity.numel()), rids=rids or None)
+    return Mask(
+        cells=host(cells), present=True, capacity=int(capacity.numel()), rids=rids or None,
+        row_stride=row_stride,
+    )  # fmt: skip
 
 
 def tree_of(spec: Any, bs: int, w: int) -> Tree:
@@ -198,11 +209,13 @@ def tree_of(spec: Any, bs: int, w: int) -> Tree:
         return host(value).reshape(-1)[: bs * w].reshape(bs, w).astype(np.int64)
 
     sizes = getattr(spec, "tree_sizes", None)
+    drafted = getattr(spec, "drafted", None)  # DDTREE of this project: candidates, favourites first
     return Tree(
         tokens=rows("draft_token"),
         parents=rows("parents"),
         depths=rows("depths"),
         sizes=None if sizes is None else host(sizes, np.int64)[:bs],
+        top1=None if drafted is None else host(drafted[:bs, :, 0], np.int64),
         retrieve_index=rows("retrieve_index"),
         retrieve_next_token=rows("retrieve_next_token"),
         retrieve_next_sibling=rows("retrieve_next_sibling"),

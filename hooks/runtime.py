@@ -90,6 +90,7 @@ class ServerGuard:
         self.fuses = Fuses(strict=config.mode is Mode.RAISE, told=self.metrics.fault)
         self.taints = Taints()
         self.certificates = Certificates()
+        self.witness: Any = None  # `witness.Witness`: a DDTREE worker's own outputs
         self.simulated = simulated_walk()
         self.coverage = Coverage()
         self.flight = Flight(config, run, rank, self.metrics)
@@ -150,9 +151,8 @@ class ServerGuard:
     @site("init")
     def judge(self, step: Step) -> None:
         """Check the configuration that a runner was built with, before it serves."""
-        report = self.guard.check(step, (Site.INIT,))
-        record = Record(0, (), (), step=step)
-        self._apply(record, list(report.findings), tokens_left=False)
+        found = list(self.guard.check(step, (Site.INIT,)).findings)
+        self._apply(Record(0, (), (), step=step), found, tokens_left=False)
 
     def backends(self) -> list[tuple[Any, Any]]:
         """(runner, backend) of every backend that is alive, oldest first."""
@@ -341,6 +341,8 @@ class ServerGuard:
             self._apply(late, bad, tokens_left=True)
         known = self.shadow.compared
         found = self.checker.settle(record) + self.shadow.settle(record)
+        if self.witness is not None:
+            found += self.witness.settle(record)
         self.metrics.add("shadow_steps_total", self.shadow.compared - known)
         record.settled = True
         if record.checked:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,3 +63,46 @@ def test_example_runs_and_says_what_it_should(name: str, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert [text for text in SAYS[name] if text not in done.stdout] == []
     assert len(path.read_text().splitlines()) <= 60
+
+
+def test_the_poem_is_told_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines are played: wide trees on a backend that was told the block size are garbled."""
+    path = EXAMPLES / "garbled_poem.py"
+    assert len(path.read_text().splitlines()) <= 60
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(path.parent.parent / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("garbled_poem", path)
+    assert spec is not None
+    assert spec.loader is not None
+    poem = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(poem)
+    served: list[tuple[int, bool, bool]] = []
+
+    def play(
+        script: str, setups: list[Any], folder: Path, seconds: float, extra: list[str]
+    ) -> None:
+        folder.mkdir()
+        for setup in setups:
+            bad = setup.incident and setup.budget > 7
+            served.append((setup.budget, setup.graphs, setup.incident))
+            text = " =0  >== 0+f" if bad else " ugly.\nExplicit is better than implicit."
+            poem.save(folder / f"{setup.name}.json", text)
+            line = "ddtree_guard finding rule=W1 rid=a step=1 expected=17 actual=8 dump=d/step1_W1"
+            (folder / f"{setup.name}.log").write_text(line if bad else "served\n")
+
+    monkeypatch.setattr(poem, "run_all", play)
+    monkeypatch.setattr(sys, "argv", [str(path), "model", str(tmp_path / "out")])
+    poem.main()
+    for name in set(sys.modules) - before:
+        if name in ("engines", "tiny_model"):
+            del sys.modules[name]
+    said = capsys.readouterr().out
+    cells = {(b, g, bad) for b in (7, 16) for g in (True, False) for bad in (True, False)}
+    assert set(served) == cells
+    assert len(served) == len(cells)
+    assert said.count("rule=W1") == 2
+    assert said.count("step1_W1") == 2
+    assert said.count("better than ugly.") == 6
+    assert said.count("the guard: no finding") == 6

@@ -59,10 +59,16 @@ class TreeStep:
     predict: Any  # (bs, w)
     accepted: Accepted
     graph: bool
+    block: Any = None  # (bs, b) tokens that the drafter was given
+    places: Any = None  # (bs, b) their positions
+    hidden: Any = None  # (bs*w, H) the target's hidden states
+    handed: Any = None  # (bs*b, H) those that the drafter was handed
 
 
 class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
     """Drafts a block, verifies a tree."""
+
+    witness: Any = None  # a guard's `hooks.witness.Witness`, asked in the middle of steps
 
     def __init__(self, server_args: Any, *args: Any, **kwargs: Any) -> None:
         check_arguments(server_args)
@@ -135,20 +141,23 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         tokens, logp = self._draft(batch, draft_input, ids, block_slots, positions)
         trees = tree_kernel.build(tokens, logp, ids[:, 0].contiguous(), width - 1)
         slots = self._row_slots(batch, width)
-        verify_batch, graph = self._prepare(batch, draft_input, trees, slots)
+        verify_batch, graph = self._prepare(batch, draft_input, trees, slots, tokens)
         out = self.target_worker.forward_batch_generation(
             batch=None,
             forward_batch=verify_batch,
             is_verify=True,
             skip_attn_backend_init=True,
         )
+        if self.witness is not None:
+            self.witness.computed(out.logits_output, batch.sampling_info, graph)
         predict = self._predict(batch, out.logits_output, width, verify_batch)
         accepted = verify_kernel.walk(trees, predict, lens, self.block_size)
         if on_publish is not None:
             on_publish(accepted.new_lens)
-        self._commit(accepted, out.logits_output, slots, block_slots)
+        rows = self._commit(accepted, out.logits_output, slots, block_slots)
+        done = TreeStep(verify_batch, trees, predict, accepted, graph, ids, positions, *rows)
         for observe in self.observers:
-            observe(TreeStep(verify_batch, trees, predict, accepted, graph))
+            observe(done)
         return GenerationBatchResult(
             logits_output=out.logits_output,
             next_token_ids=accepted.committed.view(-1),
@@ -230,7 +239,9 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
         columns = batch.seq_lens[:, None] + torch.arange(width, device=batch.seq_lens.device)
         return table[batch.req_pool_indices[:, None], columns].to(torch.int64)
 
-    def _prepare(self, batch: Any, draft_input: Any, trees: Trees, slots: Any) -> tuple[Any, bool]:
+    def _prepare(
+        self, batch: Any, draft_input: Any, trees: Trees, slots: Any, drafted: Any
+    ) -> tuple[Any, bool]:
         """The target's forward batch, its metadata built; and whether a graph will run."""
         width = trees.width
         positions = torch.empty_like(slots).view(-1)
@@ -245,13 +256,17 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
         spec.parents, spec.depths, spec.tree_sizes = trees.parents, trees.depths, trees.sizes
-        spec.mask_is_buffer = True  # for the guard: longer than the step needs, see `_mask`
+        # for the guard: the tree must hold the first token of each position; how the mask was laid;
+        # and it is longer than the step needs, see `_mask`
+        spec.drafted, spec.mask_columns, spec.mask_is_buffer = drafted, width, True
         spec.retrieve_index = self._row_ids(len(slots), width)
         spec.retrieve_next_token = trees.next_token
         spec.retrieve_next_sibling = trees.next_sibling
         held = batch.seq_lens_cpu, batch.seq_lens_sum
         batch.seq_lens_cpu, batch.seq_lens_sum = lens_cpu, lens_sum
         batch.out_cache_loc = slots.view(-1)
+        if self.witness is not None:
+            self.witness.building(self.model_runner)
         try:
             prepared: tuple[Any, bool] = spec.prepare_for_verify(batch, self.target_worker)
         finally:
@@ -295,23 +310,29 @@ class DDTreeWorker(dflash_worker_v2.DFlashWorkerV2):  # type: ignore[misc]
             self.proposer.group.broadcast(predict, src=0)
         return predict
 
-    def _commit(self, accepted: Accepted, logits_output: Any, slots: Any, block_slots: Any) -> None:
-        """Target KV of the path to its place, and the drafter's KV of the same tokens."""
+    def _commit(
+        self, accepted: Accepted, logits_output: Any, slots: Any, block_slots: Any
+    ) -> tuple[Any, Any]:
+        """Target KV of the path to its place, and the drafter's KV of the same tokens. Returns the
+        target's hidden states, and those of the path, which the drafter is handed.
+        """
         pool = self.model_runner.token_to_kv_pool
         verify_kernel.move_kv(
             pool.data_ptrs, pool.data_strides, self._widest_row, accepted, slots,
             self.block_size,
         )  # fmt: skip
         hidden = logits_output.hidden_states
-        hidden = hidden.view(-1, hidden.shape[-1]).index_select(0, accepted.rows)
+        hidden = hidden.view(-1, hidden.shape[-1])
+        handed = hidden.index_select(0, accepted.rows)
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=hidden,
+            target_hidden=handed,
             cache_loc=block_slots.reshape(-1),
             cache_loc_2d=block_slots,
             positions=accepted.positions,
             commit_lens=accepted.lens,
         )
         logits_output.hidden_states = None  # large, and overlap would copy it to the host
+        return hidden, handed
 
 
 def draft_arguments(server_args: Any) -> Any:

@@ -6,7 +6,8 @@ that the Step was read from. Nothing of SGLang's code is edited.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ LIVE: dict[str, Places] = {
     "tree.parents": _spec("parents"),
     "tree.depths": _spec("depths"),
     "tree.sizes": _spec("tree_sizes"),
+    "tree.top1": lambda view: (view.batch.spec_info.drafted[: view.bs, :, 0],),
     "tree.retrieve_index": _spec("retrieve_index"),
     "tree.retrieve_next_token": _spec("retrieve_next_token"),
     "tree.retrieve_next_sibling": _spec("retrieve_next_sibling"),
@@ -103,4 +105,14 @@ def _copy(live: Any, value: Any) -> None:
     if live is None:
         return
     flat = torch.from_numpy(np.ascontiguousarray(value)).reshape(-1)[: live.numel()]
-    live.reshape(-1)[: len(flat)].copy_(flat.to(live))
+    with torch.inference_mode():  # drafts are made in it, and can be written there only
+        if live.is_contiguous():
+            live.reshape(-1)[: len(flat)].copy_(flat.to(live))
+        else:
+            live.copy_(flat.view(live.shape).to(live))
+
+
+def kept(view: View, paths: Iterable[str]) -> list[Callable[[], None]]:
+    """What puts the tensors at these paths back to what they hold now."""
+    live = [part for path in paths for part in LIVE[path](view) if part is not None]
+    return [functools.partial(part.copy_, part.clone()) for part in live]

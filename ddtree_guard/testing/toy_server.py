@@ -7,6 +7,7 @@ without a KV cache, an attention kernel or a tree.
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,8 +15,11 @@ from unittest import mock
 import torch
 
 from ddtree_guard.attention.backend import install
-from ddtree_guard.config import Backend
+from ddtree_guard.config import Backend, Config
 from ddtree_guard.ddtree.propose import Proposer
+from ddtree_guard.hooks.runtime import ServerGuard
+from ddtree_guard.hooks.sites import adopt
+from ddtree_guard.hooks.witness import witness_of
 from ddtree_guard.testing import fakes
 from ddtree_guard.testing.fakes import Sizes, sglang
 
@@ -96,7 +100,16 @@ class ToyServer:
         self.runner = self._runner()
         self.worker = self._worker()
         self.commits: list[Any] = []
+        self.guard: Any = None
         self._prefill()
+
+    def watch(self, config: Config) -> ServerGuard:
+        """Let a guard see every step. Its hooks are gone when `guard.remove()` was called."""
+        self.guard = guard = ServerGuard(config)
+        adopt(guard, self.runner.attn_backend, self.runner)
+        self.worker.observers.append(guard.walked)
+        guard.witness = witness_of(guard, self.worker)
+        return guard
 
     def _runner(self) -> Any:
         runner = Loose(**vars(fakes.model_runner(self.sizes)))
@@ -155,7 +168,7 @@ class ToyServer:
 
     def step(self, **request: Any) -> Any:
         """One decode step of all requests; `request` are sampling parameters of each of them."""
-        params = SimpleNamespace(custom_params=request.pop("custom_params", None))
+        params = SimpleNamespace(custom_params=request.pop("custom_params", None), top_k=1)
         lens = torch.tensor([len(text) - 1 for text in self.texts])
         roots = torch.tensor([text[-1] for text in self.texts])
         spec = SimpleNamespace(bonus_tokens=roots, reserved_seq_lens_cpu=None)
@@ -166,20 +179,32 @@ class ToyServer:
             seq_lens_sum=int(lens.sum()),
             req_pool_indices=torch.arange(len(lens)) + 1,
             spec_info=spec,
-            reqs=[Loose(sampling_params=params, lora_id=None, rid=f"r{i}")
-                  for i in range(len(lens))],
+            reqs=[self._req(i, params) for i in range(len(lens))],
             **request,
         )  # fmt: skip
+        if self.guard is not None:
+            self.guard.begin(batch)
         info = sglang("model_executor.forward_batch_info")
         with (
             fakes.host_context(self.runner.server_args),
             mock.patch.object(info, "enable_num_token_non_padded", return_value=False),
         ):
             result = self.worker._decode(batch, None)
+        if self.guard is not None:
+            self.guard.end(result)
+            self.guard.resolve(result)
         stride = result.speculative_num_draft_tokens
         for i, n in enumerate(result.accept_lens.tolist()):
             self.texts[i] += result.next_token_ids[i * stride : i * stride + n].tolist()
         return result
+
+    def _req(self, i: int, params: Any) -> Any:
+        """A request with its tokens so far, as the scheduler holds it."""
+        start, text = self.starts[i], self.texts[i]
+        return Loose(
+            sampling_params=copy.copy(params), lora_id=None, rid=f"r{i}", finished=lambda: False,
+            is_retracted=False, origin_input_ids=text[:start], output_ids=text[start:],
+        )  # fmt: skip
 
     def expected(self, i: int) -> list[int]:
         """Plain greedy text of request i, as long as what was decoded so far."""

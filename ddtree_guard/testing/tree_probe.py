@@ -5,6 +5,7 @@ it is no part of an installed guard. It reads
 
     DDTREE_LIVE=FILE        where counters and, per step, chain and tree lengths are written
     DDTREE_LIVE_TIME=on     time the target's forwards
+    DDTREE_LIVE_READ=4      read every 4th step to the host, for the rules without a device bit
     DDTREE_LIVE_PLANT=on    plant the fault of every rule that is active, one after another
     DDTREE_LIVE_PLANT=X1,X4 plant these only
 """
@@ -26,7 +27,7 @@ import torch
 
 from ddtree_guard.config import PREFIX, Mode, setting
 from ddtree_guard.guard import find_rule
-from ddtree_guard.hooks import arm
+from ddtree_guard.hooks import arm, device_checker
 from ddtree_guard.hooks.checker import with_outcome
 from ddtree_guard.hooks.patching import Original, Patch, apply
 from ddtree_guard.hooks.record import Record, Walk
@@ -35,9 +36,16 @@ from ddtree_guard.hooks.view import View
 from ddtree_guard.rule import Site
 from ddtree_guard.step import Step
 from ddtree_guard.testing.faults import FAULTS
-from ddtree_guard.testing.plant import LIVE, TABLE, write
+from ddtree_guard.testing.plant import LIVE, TABLE, kept, write
 from ddtree_guard.testing.plant_results import Results, is_measured, measured, slots_beyond_row
 from ddtree_guard.testing.probe import PERIOD_S, counters
+from ddtree_guard.testing.worker_plants import (
+    EARLY,
+    LATE,
+    SAMPLES,
+    WorkerPlants,
+    ask_to_sample,
+)
 
 MOST = 20_000  # steps whose lengths are kept
 GAP = 16  # steps between two faults: after a hit the guard reads 8 steps to the host
@@ -80,6 +88,8 @@ def _after_arming(original: Callable[..., None]) -> Callable[..., None]:
 def watch(worker: Any, guard: Any) -> None:
     """Meter the worker's steps, plant what is asked for, write a file twice a second."""
     parts: list[Any] = []
+    if guard is not None and (every := setting("DDTREE_LIVE_READ")):
+        read_every(guard, int(every))
     if guard is not None:
         parts.append(SimpleNamespace(values=lambda: counters(guard)))
         if isinstance(getattr(worker, "observers", None), list):
@@ -89,7 +99,7 @@ def watch(worker: Any, guard: Any) -> None:
         parts.append(Comparisons(guard.digests))
     if guard is not None and (asked := setting("DDTREE_LIVE_PLANT")):
         rules = [*arm.active_rules(guard), *measured(guard)]
-        parts.append(Planter(guard, rules if asked == "on" else asked.split(",")))
+        parts.append(Planter(guard, rules if asked == "on" else asked.split(","), worker))
     if setting("DDTREE_LIVE_TIME"):
         parts.append(Stopwatch(getattr(worker, "target_worker", None) or worker))
     target = file_of(Path(setting("DDTREE_LIVE")), guard)
@@ -105,6 +115,13 @@ def watch(worker: Any, guard: Any) -> None:
             spare.replace(target)
 
     threading.Thread(target=run, name="ddtree-live", daemon=True).start()
+
+
+def read_every(guard: Any, steps: int) -> None:
+    """Let the guard read more steps to the host than it does by itself."""
+    device_checker.SAMPLE[guard.config.depth] = steps
+    if guard.witness is not None:
+        guard.witness.every = steps
 
 
 def file_of(target: Path, guard: Any) -> Path:
@@ -196,11 +213,11 @@ class Planter:
     How a fault gets in is kept beside it: `tensors` (what attention, or the check inside the graph,
     reads), `walk` (the acceptance that the worker reports), `commit` (lengths that the scheduler
     keeps), `record` (a value of the host, put into the Step that the guard reads), `result` (what
-    the guard measures, see plant_results), or `start` (a configuration that the guard judges before
-    it serves).
+    the guard measures, see plant_results), `worker` (what the worker goes on with, see
+    worker_plants), or `start` (a configuration that the guard judges before it serves).
     """
 
-    def __init__(self, guard: Any, rules: list[str]) -> None:
+    def __init__(self, guard: Any, rules: list[str], worker: Any = None) -> None:
         self.guard, self.checker = guard, guard.checker
         self.host = getattr(self.checker, "host", self.checker)
         known = [name for name in rules if name in FAULTS]
@@ -209,7 +226,27 @@ class Planter:
         self._next, self._walk, self._undo = 0, "", list[Callable[[], None]]()
         self.active, self._undo_build = list(rules), list[Callable[[], None]]()
         self.results = Results(guard, self.rows)
+        witnessed = worker is not None and guard.witness is not None
+        self.worker = WorkerPlants(guard, worker, self._claim) if witnessed else None
         self._wrap()
+
+    def _claim(self, rule: str) -> bool:
+        """Whether the step that has begun is to have this fault, before it was built."""
+        record = self.guard.current
+        if rule not in self.todo or record is None or len(record.reqs) < 2:
+            return False
+        if record.step_id < self._next or record.step_id % SAMPLED:
+            return False
+        self._take(rule, record.step_id, str(record.reqs[-1].rid), "")["how"] = "worker"
+        return True
+
+    def _take(self, rule: str, step_id: int, rid: str, path: str) -> dict[str, Any]:
+        self.todo.remove(rule)
+        self._next = step_id + GAP
+        self.rows[rule] = row = {
+            "at": step_id, "path": path, "device": _on_device(rule), "rid": rid, "found": [],
+        }  # fmt: skip
+        return row
 
     def values(self) -> dict[str, Any]:
         """What was planted and found so far, and what is left to plant."""
@@ -251,21 +288,21 @@ class Planter:
         self.guard._apply, self.guard.commit = applied, committed
 
     def _before_build(self, record: Record, view: View) -> None:
-        due = [r for r in self.todo if _due(r, record, view) and self.results.due(r)]
+        for row in self.rows.values():
+            row["path"] = row["path"] or view.path  # of the one that came before the build
+        due = [r for r in self.todo if self._can(r, record, view)]
         if not due or view.bs < 2 or record.step_id < self._next:
             return
-        rule = due[0]
-        self.todo.remove(rule)
-        self._next = record.step_id + GAP
-        step = self.host.read(view)
-        self.rows[rule] = row = {
-            "at": record.step_id, "path": view.path, "device": _on_device(rule),
-            "rid": view.rids[-1], "found": [],
-        }  # fmt: skip
+        rule, step = due[0], self.host.read(view)
+        row = self._take(rule, record.step_id, view.rids[-1], view.path)
         try:
             self._plant(rule, step, record, view, row)
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"
+
+    def _can(self, rule: str, record: Record, view: View) -> bool:
+        early = self.worker is not None and rule in EARLY
+        return not early and _due(rule, record, view) and self.results.due(rule)
 
     def _plant(
         self, rule: str, step: Step, record: Record, view: View, row: dict[str, Any]
@@ -277,6 +314,13 @@ class Planter:
             return
         if is_measured(rule):
             row["how"] = "result"
+            return
+        if self.worker is not None and rule in LATE:
+            row["how"], self.worker.late = "worker", rule
+            return
+        if self.worker is not None and rule == SAMPLES:
+            row["how"] = "worker"
+            self._undo.append(ask_to_sample(record.reqs[-1]))
             return
         if find_rule(rule).family in "AL" or rule == "K6":
             late = rule in ("A4", "K6")
@@ -295,6 +339,8 @@ class Planter:
         if rule not in NOT_LIVE and paths and all(path in (*LIVE, TABLE) for path in paths):
             if TABLE in paths:
                 self._keep_table(view)
+            if rule == "P2":  # a model that looks it up reads foreign memory
+                self._undo_build += kept(view, paths)
             row["how"], row["changed"] = "tensors", list(write(step, planted, view, rule))
             return
         row["how"] = "record"

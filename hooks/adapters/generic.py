@@ -10,6 +10,7 @@ from ddtree_guard.hooks.contracts import contract_elsewhere
 from ddtree_guard.hooks.facts import BUDGET, release
 from ddtree_guard.hooks.links import with_parents
 from ddtree_guard.hooks.observe import host, tree_of
+from ddtree_guard.hooks.rope import rope_rows
 from ddtree_guard.hooks.view import View
 from ddtree_guard.step import Layout, Limits, Positions, Slots, Step, Who, Widths
 
@@ -66,7 +67,9 @@ def stated(spec: Any) -> int:
 
 
 def finish(step: Step, view: View) -> Step:
-    """What every adapter adds: parents from links, the vocabulary, the rank, the runtime state."""
+    """What every adapter adds: parents from links, the vocabulary, the rotary table, the rank, the
+    runtime state.
+    """
     tree = step.tree if step.contract.chain else with_parents(step.tree)
     vocab = getattr(view.runner.model_config, "vocab_size", None)
     graph = step.graph
@@ -76,6 +79,7 @@ def finish(step: Step, view: View) -> Step:
         tree=tree,
         graph=graph,
         limits__vocab=None if vocab is None else int(vocab),
+        limits__rope_rows=rope_rows(view.runner),
         who__rank=view.rank,
         widths__state=view.state,
     )

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from ddtree_guard.ddtree.limits import can_move, check_step, step_bytes
+from ddtree_guard.ddtree.limits import (
+    can_move,
+    check_arguments,
+    check_model,
+    check_step,
+    step_bytes,
+)
 from ddtree_guard.errors import IncompatibleError
 
 
@@ -51,3 +57,46 @@ def test_only_rows_that_lie_side_by_side_are_moved() -> None:
     assert not can_move(_pool(plain, k_scale_buffer=[plain]))
     assert not can_move(_pool(plain, use_hnd=True))
     assert not can_move(SimpleNamespace(kv_buffer=[plain], data_ptrs=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "change"),
+    [
+        ("page_size", 64, "--page-size 1"),
+        ("pp_size", 2, "--pp-size 1"),
+        ("dcp_size", 2, "--dcp-size 1"),
+        ("enable_dp_attention", True, "--enable-dp-attention"),
+        ("enable_lora", True, "--enable-lora"),
+        ("lora_paths", ["a"], "--lora-paths"),
+        ("disaggregation_mode", "decode", "--disaggregation-mode"),
+        ("enable_pdmux", True, "--enable-pdmux"),
+        ("speculative_adaptive", True, "--speculative-adaptive"),
+        ("speculative_draft_window_size", 512, "--speculative-draft-window-size"),
+    ],
+)
+def test_an_argument_that_a_tree_cannot_serve_is_named_with_its_flag(
+    name: str, value: Any, change: str
+) -> None:
+    check_arguments(SimpleNamespace())
+    with pytest.raises(IncompatibleError, match=f"found {name}=") as refusal:
+        check_arguments(SimpleNamespace(**{name: value}))
+    assert str(refusal.value).endswith(f"{change}.")
+
+
+@pytest.mark.parametrize(
+    ("window", "recurrent", "pool", "says"),
+    [
+        (None, True, None, "recurrent layers"),
+        (128, False, None, "a sliding window of 128 tokens"),
+        (None, False, SimpleNamespace(kv_buffer=[]), "--kv-cache-dtype auto"),
+    ],
+)
+def test_a_model_that_a_tree_cannot_branch_is_refused(
+    window: int | None, recurrent: bool, pool: Any, says: str
+) -> None:
+    runner = SimpleNamespace(sliding_window_size=None, token_to_kv_pool=None)
+    check_model(runner, recurrent=False)
+    runner = SimpleNamespace(sliding_window_size=window, token_to_kv_pool=pool)
+    with pytest.raises(IncompatibleError, match=says) as refusal:
+        check_model(runner, recurrent)
+    assert str(refusal.value).count(". ") == 0

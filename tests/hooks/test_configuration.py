@@ -13,8 +13,10 @@ import torch
 from ddtree_guard.config import Config, Mode
 from ddtree_guard.guard import Guard
 from ddtree_guard.hooks import arm
-from ddtree_guard.hooks.configuration import read_configuration, rope_rows
+from ddtree_guard.hooks.configuration import read_configuration
+from ddtree_guard.hooks.rope import rope_rows
 from ddtree_guard.testing.cases import VerifyCase
+from ddtree_guard.testing.faults import FAULTS
 
 pytestmark = pytest.mark.sglang
 CONTEXT = 54
@@ -73,14 +75,20 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     from ddtree_guard.testing.server import MiniServer
 
     monkeypatch.setattr(shadow, "self_test", lambda device: "")
+    servers: list[Any] = []
 
-    def make(algorithm: str, **config: Any) -> Any:
+    def make(algorithm: str, topk: int = 1, **config: Any) -> Any:
         case = VerifyCase(
             algorithm=algorithm, lens=(9, 4), head_dim=16, heads=2, kv_heads=1, budget=6,
-            draft_tokens=7,
+            draft_tokens=7, topk=topk,
         )  # fmt: skip
-        return MiniServer(case).arm(Config(mode=Mode.LOG, dump_dir=tmp_path, **config))
+        server = MiniServer(case)
+        guard = server.arm(Config(mode=Mode.LOG, dump_dir=tmp_path, **config))
+        assert guard is server.guard
+        servers.append(server)
+        return guard
 
+    make.servers = servers  # type: ignore[attr-defined]
     yield make
     while arm.GUARDS:
         assert arm.GUARDS.pop().remove() == ()
@@ -96,12 +104,29 @@ def test_every_rule_is_active_or_has_a_reason(start: Callable[..., Any]) -> None
     assert why["D4"] == "this server gives no shadow.dense, shadow.request, shadow.tolerance"
 
 
-def test_a_table_of_the_model_makes_no_step_hold_it(start: Callable[..., Any]) -> None:
-    guard = start("NGRAM")
-    for runner, _ in guard.backends():
-        runner.model = _model(_layer(99)).model
-    assert arm.configuration_of(guard).limits.rope_rows == 99
+def test_positions_are_compared_with_the_table_of_a_running_model(
+    start: Any, lines: Callable[[], list[dict[str, str]]]
+) -> None:
+    guard, server = start("NGRAM"), start.servers[-1]
     assert "P2" in arm.not_checked(guard)
+    for rows in (99, 9):
+        for runner, _ in guard.backends():
+            runner.model = _model(_layer(rows)).model
+        server.step()
+    assert arm.configuration_of(guard).limits.rope_rows == 9
+    assert "P2" not in arm.not_checked(guard)
+    assert {(line["rule"], line["step"]) for line in lines()} == {("P2", "2")}
+
+
+def test_a_draft_count_that_its_steps_cannot_give_is_named_at_start(
+    start: Callable[..., Any], lines: Callable[[], list[dict[str, str]]]
+) -> None:
+    """EAGLE's own arithmetic, which a DDTREE server does not have."""
+    guard = start("EAGLE", topk=4)
+    assert "CFG4" in arm.active_rules(guard)
+    assert lines() == []
+    guard.judge(FAULTS["CFG4"](arm.configuration_of(guard), 0).step)
+    assert {(line["rule"], line["step"]) for line in lines()} == {("CFG4", "0")}
 
 
 def test_dumps_say_what_the_doctor_would(start: Callable[..., Any]) -> None:
