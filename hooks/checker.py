@@ -44,6 +44,9 @@ class Checker(Protocol):
     def build(self, record: Record, view: View) -> None:
         """Metadata was built; attention comes next."""
 
+    def study(self, record: Record, view: View) -> None:
+        """The step is queued; its view is complete. What need not be known before."""
+
     def walked(self, record: Record) -> None:
         """The acceptance is known, and the launch's inputs still hold this step."""
 
@@ -87,7 +90,7 @@ class HostChecker:
 
     def read(self, view: View) -> Step:
         """The Step of a launch, through the adapter of its backend."""
-        return adapter_for(type(view.backend)).read_step(view)
+        return adapter_for(type(view.backend)).read_step(view.complete())
 
     def add_outcome(self, record: Record) -> None:
         """Put the acceptance into the record's step, without judging it."""
@@ -99,6 +102,9 @@ class HostChecker:
         new = step.widths.state not in self._states
         self._states.add(step.widths.state)
         return (Site.INIT, *BUILD_SITES) if new else BUILD_SITES
+
+    def study(self, record: Record, view: View) -> None:
+        """Nothing to do."""
 
     def walked(self, record: Record) -> None:
         """Nothing to do: the step was read when it was built."""

@@ -7,6 +7,7 @@ A step: `begin` (worker entry, request ids), `built` (metadata), `accepted` (tre
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -167,17 +168,13 @@ class ServerGuard:
     def begin(self, batch: Any) -> None:
         """The worker takes a batch: its requests, without asking the device."""
         self.current = None
-        for _, held in self._open.values():
-            held.reused = True
-        mode, reqs = batch.forward_mode, tuple(getattr(batch, "reqs", None) or ())
+        mode = batch.forward_mode
         if mode is None or mode.is_idle():
             return
+        reqs = tuple(getattr(batch, "reqs", None) or ())
         if mode.is_decode():
             self._steps += 1
-            ids = [req.rid for req in reqs]  # no requests: finished ones would live on
-            if ids != self._named[0]:
-                self._named = ids, tuple(map(str, ids))
-            self.current = Record(self._steps, reqs, self._named[1])
+            self.current = Record(self._steps, reqs)
         elif self.taints:
             self._look_for_reuse(reqs)
 
@@ -190,7 +187,10 @@ class ServerGuard:
         lanes, metadata = lanes_of(batch), backend.forward_metadata
         self._captured.setdefault(backend, {})[lanes] = metadata
         self.certificates.take(backend, batch, runner, metadata)
-        view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
+        view = View(
+            backend, batch, runner, rank=self.rank, path="graph", metadata=metadata,
+            state=_state(runner),
+        )  # fmt: skip
         self.shadow.prepare(view)
         self.checker.prepare(view)
 
@@ -220,20 +220,44 @@ class ServerGuard:
         if _ragged(batch):
             record.why = "a ragged batch has no single width"
             return
-        metadata = replay = None
-        if path == "graph":
-            metadata = self._captured.get(backend, {}).get(lanes_of(batch))
-            batch = replayed(batch, runner)
-            replay = self.certificates.replay(backend, batch, runner)
-            record.doubt = replay is not None and not replay.same
-        state = f"D={runner.server_args.speculative_num_draft_tokens}"
-        record.view = View(
-            backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state,
-            replay,
+        view = record.view = View(
+            backend, batch, runner, record.rids, record.step_id, self.rank, path,
+            live=len(record.reqs), late=self._complete,
         )  # fmt: skip
-        self.shadow.begin(record, record.view)
-        self.checker.build(record, record.view)
-        self.flight.built(record)
+        if self.shadow.on:
+            self.shadow.begin(record, view.complete())
+        self.checker.build(record, view)
+        if record.step is not None:
+            self.flight.built(record)
+
+    def _complete(self, view: View) -> None:
+        """What the view of a step that was built lacks: it takes longer than the GPU should wait
+        for the replay.
+        """
+        backend, runner, record = view.backend, view.runner, self.current
+        assert record is not None
+        view.rids, view.state = self._names(record), _state(runner)
+        if view.path == "graph":
+            view.metadata = self._captured.get(backend, {}).get(lanes_of(view.batch))
+            view.batch = replayed(view.batch, runner)
+            view.replay = self.certificates.replay(backend, view.batch, runner)
+            record.doubt = view.replay is not None and not view.replay.same
+
+    def _names(self, record: Record) -> tuple[str, ...]:
+        """The ids of the step's requests, as text: the last step's where they are the same."""
+        if not record.rids:
+            ids = [req.rid for req in record.reqs]  # no requests: finished ones would live on
+            if ids != self._named[0]:
+                self._named = ids, tuple(map(str, ids))
+            record.rids = self._named[1]
+        return record.rids
+
+    @site("build")
+    def study(self, record: Record) -> None:
+        """The step's replay is queued, and its buffers are as they were: what could wait."""
+        if record.view is not None and not record.studied:
+            record.studied = True
+            self.checker.study(record, record.view.complete())
 
     @site("build")
     def replayed(self, backend: Any, given: dict[str, Any]) -> None:
@@ -264,6 +288,7 @@ class ServerGuard:
             greedy = bool(getattr(info, "is_all_greedy", False))
             self.current.outcome = Walk(lens, predict, index, greedy)
             self.checker.walked(self.current)
+            self.study(self.current)
 
     @site("verify")
     def walked(self, step: Any) -> None:
@@ -273,14 +298,22 @@ class ServerGuard:
             predict = step.predict.reshape(-1)
             self.current.outcome = Walk(done.lens, predict, done.accept_index, True, False)
             self.checker.walked(self.current)
+            self.study(self.current)
 
     @site("verify")
     def end(self, result: Any) -> None:
         """The worker returns its result; its tokens are still on their way to the host."""
-        record, self.current = self.current, None
+        for _, held in self._open.values():
+            held.reused = True
+        record = self.current
+        if record is not None:
+            record.reused |= redrafts(record)
+            self.study(record)
+        self.current = None
         self.shadow.end()
         if record is None:
             return
+        self._names(record)
         self.coverage.verify_steps += 1
         self.metrics.add("verify_steps_total")
         while len(self._open) >= OPEN:  # results that were never processed
@@ -293,7 +326,6 @@ class ServerGuard:
             record.outcome = None  # a tree whose walk was not seen
         self.checker.verify(record)
         self._judge_choice(record)
-        record.reused |= redrafts(record)
 
     def _judge_choice(self, record: Record) -> None:
         """The graph that was replayed, where it is another batch size's."""
@@ -324,7 +356,8 @@ class ServerGuard:
         for step in (drifted(record, tokens, self.rank), beyond_row(record, self.rank)):
             found = () if step is None else self.guard.check(step, (Site.COMMIT,)).findings
             if found:
-                late = dataclasses.replace(record, step=step)
+                late = copy.copy(record)
+                late.step = step
                 self._apply(late, list(found), tokens_left=False)
 
     # --- what is done about it ------------------------------------------------------------------
@@ -432,6 +465,11 @@ class ServerGuard:
 
 def _key(hook: Hook) -> tuple[str, str]:
     return hook.site, hook.patches[0].target if hook.patches else ""
+
+
+def _state(runner: Any) -> str:
+    """The runtime state, by what distinguishes it: adaptive speculation swaps widths."""
+    return f"D={runner.server_args.speculative_num_draft_tokens}"
 
 
 def _ragged(batch: Any) -> bool:

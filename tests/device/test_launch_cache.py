@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddtree_guard.device import operands
+from ddtree_guard.device import call
 
 
 class Kernel:
@@ -35,26 +35,26 @@ class Kernel:
 
 
 def test_new_addresses_and_numbers_do_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operands.torch._C, "_cuda_getCurrentRawStream", lambda at: 7, raising=False)
-    monkeypatch.setattr(operands, "_COMPILED", {})
+    monkeypatch.setattr(call.torch._C, "_cuda_getCurrentRawStream", lambda at: 7, raising=False)
+    monkeypatch.setattr(call, "_COMPILED", {})
     kernel = Kernel()
     tensors = [torch.zeros(4, dtype=torch.int32) for _ in range(3)]
     for at, tensor in enumerate(tensors):
-        operands.bind(kernel, (2, 3), (tensor, at), 4, W=16)()
+        call.bind(kernel, (2, 3), (tensor, at), 4, W=16)()
     assert kernel.compiled == 1
-    assert [call[-3] for call in kernel.ran] == [tensor.data_ptr() for tensor in tensors]
-    assert [call[-2:] for call in kernel.ran] == [(0, 16), (1, 16), (2, 16)]
+    assert [ran[-3] for ran in kernel.ran] == [tensor.data_ptr() for tensor in tensors]
+    assert [ran[-2:] for ran in kernel.ran] == [(0, 16), (1, 16), (2, 16)]
 
 
 @pytest.mark.parametrize("kind", ["dtype", "wide number", "meta", "warps"])
 def test_another_kind_compiles(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(operands.torch._C, "_cuda_getCurrentRawStream", lambda at: 7, raising=False)
-    monkeypatch.setattr(operands, "_COMPILED", {})
+    monkeypatch.setattr(call.torch._C, "_cuda_getCurrentRawStream", lambda at: 7, raising=False)
+    monkeypatch.setattr(call, "_COMPILED", {})
     kernel = Kernel()
-    operands.bind(kernel, (1, 1), (torch.zeros(4, dtype=torch.int32), 1), 4, W=16)
+    call.bind(kernel, (1, 1), (torch.zeros(4, dtype=torch.int32), 1), 4, W=16)
     dtype = torch.int64 if kind == "dtype" else torch.int32
     number = 2**40 if kind == "wide number" else 1
-    operands.bind(
+    call.bind(
         kernel, (1, 1), (torch.zeros(4, dtype=dtype), number), 8 if kind == "warps" else 4,
         W=32 if kind == "meta" else 16,
     )  # fmt: skip
