@@ -28,6 +28,9 @@ class Checker(Protocol):
 
     kind: str
     tape: Any
+    # by id of a backend and lanes: an object whose `begin(spec_info, bs)` is all that a replay
+    # needs; it becomes the record's ticket
+    ready_made: dict[Any, Any]
 
     def ready(self) -> None:
         """Workers and graphs are built; the first request comes next."""
@@ -65,6 +68,7 @@ class HostChecker:
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
+        self.ready_made: dict[Any, Any] = {}
         self._states: set[str] = set()
 
     def ready(self) -> None:

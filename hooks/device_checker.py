@@ -39,6 +39,8 @@ class DeviceChecker:
         self.host = HostChecker(guard)
         self.graphs: GraphChecks | None = None
         self._launches: dict[Any, Launch] = {}  # of captured graphs
+        # those of which a replay needs no more than their `begin`: nothing is read to the host
+        self.ready_made: dict[Any, Launch] = {}
         self._binder: Binder | None = None
         self._stale = False  # captures have left bits of dummy batches
         self._closed = 0  # steps closed; the number of the newest
@@ -68,7 +70,7 @@ class DeviceChecker:
 
     def prepare(self, view: View) -> None:
         """A batch size is about to be captured: bind, compile, warm."""
-        self._stale = True
+        self._changed()
         if not hasattr(view.batch, "positions"):
             # 0.5.12 has no place inside the graph: bound at the first replay, launched before each
             self._launches.pop(_key(view), None)
@@ -86,7 +88,12 @@ class DeviceChecker:
         """Record the check. Nothing is bound, allocated or read here."""
         self._checks(view).in_graph(_key(view))
         self._launches[_key(view)].recorded = True
+        self._changed()
+
+    def _changed(self) -> None:
+        """A capture leaves bits of dummy batches, and another graph."""
         self._stale = True
+        self.ready_made.clear()
 
     # --- one step -------------------------------------------------------------------------------
     def build(self, record: Record, view: View) -> None:
@@ -100,12 +107,15 @@ class DeviceChecker:
         record.ticket = launch
         if self._samples(record, launch):
             self._read(record, view)
+        elif launch.recorded:
+            self.ready_made[_key(view)] = launch
 
     def study(self, record: Record, view: View) -> None:
         """The step is queued: what need not be known before."""
         if not isinstance(record.ticket, Launch):
             return
-        if record.doubt and record.step is None and not record.reused:
+        asked = record.doubt or record.step_id % SAMPLE[self.depth] == 0
+        if asked and record.step is None and not record.reused:
             self._read(record, view)
         elif record.doubt and record.step is None:  # its addresses are what is left of it
             record.step = self.host.read(view)
@@ -132,10 +142,13 @@ class DeviceChecker:
     def walked(self, record: Record) -> None:
         """Queue the acceptance rules, before a draft forward reuses the input buffers."""
         if self.graphs is not None and isinstance(record.ticket, Launch):
-            check = self.graphs.check
-            check.close(record.ticket.outcome(check, record.outcome))
-            self._closed += 1
-            record.ticket = (self._closed, record.ticket)
+            launch, outcome = record.ticket, None
+            try:
+                outcome = launch.outcome(self.graphs.check, record.outcome)
+            finally:  # a step whose walk cannot be judged must not pass to the next one
+                self.graphs.check.close(outcome)
+                self._closed += 1
+                record.ticket = (self._closed, launch)
 
     def verify(self, record: Record) -> None:
         """Close the step where no walk did, and queue the copy of the verdict."""
@@ -176,6 +189,7 @@ class DeviceChecker:
 
     def _words(self, record: Record, verdict: Verdict, launch: Launch) -> list[Finding]:
         self._alert = ALERT
+        self.ready_made.clear()
         sampled = record.step is not None
         if record.step is None and record.view is not None:
             record.step = self.host.read(record.view)  # cold: waits for the device

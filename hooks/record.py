@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddtree_guard.hooks.contracts import row_of
 from ddtree_guard.hooks.view import View
 from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
@@ -59,7 +59,7 @@ class Record:
     reused: bool = field(default=False, init=False)
     doubt: bool = field(default=False, init=False)
     why: str = field(default="", init=False)
-    kv_before: Sequence[int | None] = field(default=(), init=False)
+    kv_before: list[int | None] = field(default_factory=list)
     outcome: Walk | None = field(default=None, init=False)
     shadow: Any = field(default=None, init=False)
     rows: Any = field(default=None, init=False)
@@ -68,6 +68,17 @@ class Record:
     def built(self) -> bool:
         """Whether the build site saw the step."""
         return self.view is not None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether its rows are known to be a chain."""
+        return self.step is not None and self.step.contract.chain
+
+    @property
+    def redrafts(self) -> bool:
+        """Whether the worker's drafter uses the step's input buffers after its walk."""
+        args = None if self.view is None else self.view.runner.server_args
+        return row_of(str(getattr(args, "speculative_algorithm", ""))).redrafts
 
 
 @dataclass(slots=True)

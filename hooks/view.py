@@ -15,6 +15,16 @@ def lanes_of(batch: Any) -> int:
     return int(batch.req_pool_indices.shape[0])
 
 
+def ragged(batch: Any) -> bool:
+    """Whether a forward batch has no single width."""
+    return getattr(batch.spec_info, "ragged_verify_layout", None) is not None
+
+
+def state_of(runner: Any) -> str:
+    """A runner's runtime state, by what distinguishes it: adaptive speculation swaps widths."""
+    return f"D={runner.server_args.speculative_num_draft_tokens}"
+
+
 @dataclass(slots=True)  # one a step: a frozen one takes four times as long to make
 class View:
     """One verify launch, just after its metadata was built.

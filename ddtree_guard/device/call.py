@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-Tensor: TypeAlias = Any
 _COMPILED: dict[Any, Any] = {}
 
 
@@ -35,7 +34,7 @@ class Call:
         self._index = args[0].device.index or 0
         self._stream = torch._C._cuda_getCurrentRawStream
 
-    def put(self, at: int, values: Sequence[Tensor | int]) -> None:
+    def put(self, at: int, values: Sequence[Any]) -> None:
         """Replace the arguments from number `at` on. The caller keeps tensors alive."""
         raw = [value if value.__class__ is int else value.data_ptr() for value in values]
         if self._keep[at] is not None:
@@ -59,7 +58,7 @@ class _Interpreted(Call):
     ) -> None:  # fmt: skip
         self._kernel, self._grid, self._args, self._meta = kernel, grid, list(args), meta
 
-    def put(self, at: int, values: Sequence[Tensor | int]) -> None:
+    def put(self, at: int, values: Sequence[Any]) -> None:
         """Replace the arguments from number `at` on."""
         self._args[at : at + len(values)] = values
 
