@@ -82,7 +82,7 @@ class DeviceChecker:
         if launch.shape.contract.chain or hasattr(view.batch.spec_info, "parents"):
             launch.before(0)
         else:  # compiled now, for links as SGLang makes them
-            launch.before(0, LINKS, (checks.check.state,) * 3)
+            launch.before(0, LINKS, *(checks.check.state,) * 3)
 
     def capture(self, view: View) -> None:
         """Record the check. Nothing is bound, allocated or read here."""
@@ -112,7 +112,9 @@ class DeviceChecker:
 
     def study(self, record: Record, view: View) -> None:
         """The step is queued: what need not be known before."""
-        if not isinstance(record.ticket, Launch):
+        ticket = record.ticket
+        launch = ticket[1] if isinstance(ticket, tuple) else ticket
+        if launch is None:
             return
         asked = record.doubt or record.step_id % SAMPLE[self.depth] == 0
         if asked and record.step is None and not record.reused:
@@ -121,7 +123,7 @@ class DeviceChecker:
             record.step = self.host.read(view)
             record.findings = list(self.guard.check(record.step, (Site.REPLAY,)).findings)
         if self.tape is not None:
-            self.tape.step(record.ticket, record, view)
+            self.tape.step(launch, record, view)
 
     def _read(self, record: Record, view: View) -> None:
         self.host.build(record, view)

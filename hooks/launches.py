@@ -68,8 +68,18 @@ class Launch:
         """
         if self.chain:
             self.before(bs)
-        else:
-            self.before(bs, *_trees_of(spec))
+            return
+        parents = getattr(spec, "parents", None)
+        if parents is not None:
+            self.before(bs, PARENTS, parents, spec.depths, spec.tree_sizes)
+            return
+        child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
+        if child is None or sibling is None:
+            raise IncompatibleError(
+                f"expected {type(spec).__name__} to hold parents or links, found neither; "
+                "register an adapter for it."
+            )
+        self.before(bs, LINKS, child, sibling, sibling)
 
     def outcome(self, check: DeviceCheck, walk: Walk | None) -> Operands | None:
         """The end of the step for this walk; None where no walk was seen."""
@@ -109,20 +119,6 @@ def _flags(check: DeviceCheck) -> tuple[Any, Any]:
         zeros = torch.zeros(MAX_LANES, dtype=torch.int32, device=check.device)
         held = _FLAGS[check.device] = zeros, torch.ones_like(zeros)
     return held
-
-
-def _trees_of(spec: Any) -> tuple[int, tuple[Any, Any, Any]]:
-    """What a step's spec info says about its trees, for `Before`."""
-    parents = getattr(spec, "parents", None)
-    if parents is not None:
-        return PARENTS, (parents, spec.depths, spec.tree_sizes)
-    child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
-    if child is None or sibling is None:
-        raise IncompatibleError(
-            f"expected {type(spec).__name__} to hold parents or links, found neither; "
-            "register an adapter for it."
-        )
-    return LINKS, (child, sibling, sibling)
 
 
 class Binder:

@@ -29,16 +29,6 @@ class Running:
         """Whether a step runs."""
         return self.batch is not None or self.known is not None
 
-    def begin(self, batch: Any) -> bool:
-        """The worker takes a batch. Whether that is a step."""
-        self.queued = self.known = self.batch = None
-        mode = batch.forward_mode
-        if mode is None or not mode.is_decode():
-            return False
-        self.steps += 1
-        self.batch = batch
-        return True
-
     def record(self) -> Record | None:
         """The record of the step that runs; None where none does."""
         if self.known is None and self.batch is not None:

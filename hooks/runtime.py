@@ -100,7 +100,7 @@ class ServerGuard:
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
         self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
-        self._depth = 0  # nested builds: a backend that calls its parent's, or wraps another
+        self.depth = 0  # nested builds: a backend that calls its parent's, or wraps another
 
     # --- hooks -----------------------------------------------------------------------------------
     def install(self, hooks: Iterable[Hook]) -> tuple[HookStatus, ...]:
@@ -128,15 +128,6 @@ class ServerGuard:
         if self.evidence is not None:
             self.evidence.close()
         return tuple(kept)
-
-    def enter(self) -> bool:
-        """Before an original that may call another hooked one: True for the outermost."""
-        self._depth += 1
-        return self._depth == 1
-
-    def leave(self) -> None:
-        """After it, also where it has raised."""
-        self._depth -= 1
 
     # --- init -----------------------------------------------------------------------------------
     @site("init")
@@ -166,11 +157,20 @@ class ServerGuard:
         return self.running.record()
 
     # --- one step -------------------------------------------------------------------------------
-    @site("begin")
     def begin(self, batch: Any) -> None:
         """The worker takes a batch: its requests, without asking the device."""
-        if not self.running.begin(batch) and self.taints:
-            self._look_for_reuse(batch)
+        running = self.running
+        running.queued = running.known = running.batch = None
+        try:
+            mode = batch.forward_mode
+            if mode is not None and mode.is_decode():
+                running.steps += 1
+                running.batch = batch
+            elif self.taints:
+                self._look_for_reuse(batch)
+        except Exception as error:
+            if self.fuses.passes("begin", error):
+                raise
 
     @site("capture", may_raise=False)
     def captured(self, backend: Any, batch: Any) -> None:
@@ -207,7 +207,9 @@ class ServerGuard:
         running, checker = self.running, self.checker
         if path == "graph" and running.known is None and running.batch is not None:
             launch = checker.ready_made.get((id(backend), batch.req_pool_indices.shape[0]))
-            if launch is not None and self._may_wait(checker):
+            # shadow mode sees the step before attention, and so does who replaces `build`
+            seen = self.shadow.on or self.fuses.faults or "build" in vars(checker)
+            if launch is not None and not seen:
                 running.queued = backend, batch, None
                 try:
                     launch.begin(batch.spec_info, len(running.batch.reqs))
@@ -217,10 +219,6 @@ class ServerGuard:
                         raise
                 return
         self._built(backend, batch, path)
-
-    def _may_wait(self, checker: Checker) -> bool:
-        # shadow mode sees the step before attention, and so does who replaces `build`
-        return not self.fuses.faults and not self.shadow.on and "build" not in vars(checker)
 
     @site("build")
     def _built(self, backend: Any, batch: Any, path: str) -> None:

@@ -18,47 +18,63 @@ class Before:
     happens once a kind. `moved` are arguments that lie elsewhere since (`operands.moving`).
     """
 
-    __slots__ = ("_bind", "_call", "_calls", "_given", "_w", "moved", "rules")
+    __slots__ = (
+        "_bind",
+        "_bs",
+        "_call",
+        "_calls",
+        "_one",
+        "_three",
+        "_two",
+        "_w",
+        "moved",
+        "rules",
+    )
 
     def __init__(self, operands: Callable[[int, Any], Operands], w: int) -> None:
         self._bind, self._w = operands, w
         self._calls: dict[Any, Call] = {}
-        self._call: Call | None = None  # the newest, and what it was given
-        self._given: tuple[Any, ...] = ()
+        self._call: Callable[[], None] | None = None  # the newest, and what it was given
+        self._bs, self._one, self._two, self._three = 0, None, None, None
         self.moved: tuple[Any, ...] = ()
         self.rules = operands(NO_TREES, ()).rules
 
-    def __call__(self, bs: int, trees: int = NO_TREES, given: tuple[Tensor, ...] = ()) -> None:
-        """Queue it for `bs` live requests. `given` are the three tensors of LINKS or PARENTS,
+    def __call__(
+        self, bs: int, trees: int = NO_TREES, one: Tensor = None, two: Tensor = None,
+        three: Tensor = None,
+    ) -> None:  # fmt: skip
+        """Queue it for `bs` live requests. With LINKS or PARENTS the three tensors are theirs,
         contiguous. Raises UsageError where one is too short.
         """
-        held = self._given
+        call = self._call
+        # tensors that are held stay where they are
         if (
-            self._call is None
-            or bs != held[0]
-            or (given and (given[0] is not held[1] or given[1] is not held[2]))
+            call is None
+            or one is not self._one
+            or two is not self._two
+            or three is not self._three
+            or bs != self._bs
             or self.moved
         ):
-            self._call = self._turn(bs, trees, given)
-            # tensors that are held stay where they are
-            self._given = (bs, *(given or (None, None)))
-        self._call()
+            call = self._call = self._turn(bs, trees, one, two, three)
+            self._bs, self._one, self._two, self._three = bs, one, two, three
+        call()
 
-    def _turn(self, bs: int, trees: int, given: tuple[Tensor, ...]) -> Call:
+    def _turn(self, bs: int, trees: int, one: Tensor, two: Tensor, three: Tensor) -> Call:
         """The launch for other arguments than the last one's."""
-        if not given:
-            call = self._bound(NO_TREES, NO_TREES, given)
+        if trees == NO_TREES:
+            call = self._bound(NO_TREES, NO_TREES, ())
             call.put(3, (bs, *self.moved))
             return call
-        one, two, three = given
         rows = bs * self._w
         if one.numel() < rows or two.numel() < rows or three.numel() < bs:
             raise UsageError(
                 f"trees of {bs} requests of {self._w} rows were expected, found arrays of "
                 f"{one.numel()}, {two.numel()} and {three.numel()}."
             )
+        given = one, two, three
         call = self._bound((trees, one.dtype, two.dtype, three.dtype), trees, given)
-        call.put(0, (one, two, three, bs, *self.moved))
+        call.put(0, (*given, bs, *self.moved))
         return call
 
     def _bound(self, kind: Any, trees: int, given: tuple[Tensor, ...]) -> Call:

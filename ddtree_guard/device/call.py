@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 _COMPILED: dict[Any, Any] = {}
+_WRAPPED = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
 
 
 class Call:
@@ -25,8 +27,9 @@ class Call:
         registers: int = 0, **meta: Any,
     ) -> None:  # fmt: skip
         compiled = _compiled(kernel, grid, args, warps, registers, meta)
-        self._run = compiled.run  # loads the module; `function` is set after that
-        head = (compiled.function, compiled.packed_metadata, None, None, None)
+        launcher = compiled.run  # loads the module; `function` is set after that
+        self._run, head = _entry(launcher, compiled.function)
+        head += (compiled.packed_metadata, None, None, None)
         self._head, self._grid = len(head), grid
         tail = (meta[name] for name in kernel.arg_names[len(args) :])
         self._args = [*head, *map(_raw, args), *tail]
@@ -77,6 +80,20 @@ def bind(
 
 def _raw(value: Any) -> Any:
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
+
+
+def _entry(launcher: Any, function: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What queues a compiled kernel, and its arguments behind grid and stream.
+
+    Triton 3.6 wraps its launcher in Python to allocate scratch memory, which ours need not.
+    """
+    kind = inspect.getattr_static(type(launcher), "__call__", None)
+    names = tuple(inspect.signature(kind).parameters) if inspect.isfunction(kind) else ()
+    scratch = [getattr(launcher, f"{name}_scratch_size", 1) for name in ("global", "profile")]
+    if names != _WRAPPED or any(scratch) or not hasattr(launcher, "launch"):
+        return launcher, (function,)
+    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    return launcher.launch, (function, *flags, None, None)
 
 
 def _compiled(

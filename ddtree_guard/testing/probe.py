@@ -104,7 +104,12 @@ class Stopwatch:
         for owner, name in ((torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"),
                             (torch.Tensor, "cpu")):  # fmt: skip
             setattr(owner, name, self._waits(getattr(owner, name)))
-        for runner, _ in guard.backends():
+        self._guard, self._watched = guard, False
+
+    def _watch(self) -> None:
+        """See the target's forward passes, once there is a target."""
+        self._watched = True
+        for runner, _ in self._guard.backends():
             if not runner.is_draft_worker:
                 runner.forward = self._queued(runner.forward)
                 break
@@ -114,6 +119,8 @@ class Stopwatch:
         def timed(*args: Any) -> Any:
             begun = time.perf_counter_ns()
             if name == "begin":
+                if not self._watched:
+                    self._watch()
                 self._step(begun, len(getattr(args[0], "reqs", None) or ()))
             begun = time.perf_counter_ns()
             try:

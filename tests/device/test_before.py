@@ -52,7 +52,7 @@ def test_it_writes_bs_and_the_live_trees(kind: int, dtype: torch.dtype) -> None:
     check, buffers, before = _bound(step)
     links = (tree.retrieve_next_token, tree.retrieve_next_sibling)
     given = (*links, links[1]) if kind == LINKS else (tree.parents, tree.depths, tree.sizes)
-    before(2, kind, tuple(torch.from_numpy(part).to(dtype) for part in given))
+    before(2, kind, *(torch.from_numpy(part).to(dtype) for part in given))
     if kind == LINKS:
         tree = with_parents(Tree(retrieve_next_token=links[0], retrieve_next_sibling=links[1]))
     assert buffers.live_count.tolist() == [2]
@@ -71,9 +71,9 @@ def test_it_looks_at_the_table_of_the_live_requests(rule: str, kind: int) -> Non
     parts = (tree.parents, tree.depths, tree.sizes)
     given = tuple(torch.from_numpy(part) for part in parts) if kind else ()
     check, _, before = _bound(step)
-    before(1, kind, given)
+    before(1, kind, *given)
     assert _rules(check) == ()
-    before(2, kind, given)
+    before(2, kind, *given)
     assert _rules(check) == (rule,)
 
 
@@ -96,4 +96,4 @@ def test_trees_that_are_too_short_are_not_read(at: int) -> None:
     given = [torch.zeros(18), torch.zeros(18), torch.zeros(2)]
     given[at] = given[at][:-1]
     with pytest.raises(UsageError, match="trees of 2 requests of 9 rows"):
-        before(2, PARENTS, tuple(given))
+        before(2, PARENTS, *given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,3 +60,37 @@ def test_another_kind_compiles(monkeypatch: pytest.MonkeyPatch, kind: str) -> No
         W=32 if kind == "meta" else 16,
     )  # fmt: skip
     assert kernel.compiled == 2
+
+
+class Wrapped:
+    """A launcher as Triton 3.6 has it: Python around the call that queues the kernel."""
+
+    launch_cooperative_grid, launch_pdl = "cooperative", "pdl"
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self, ran: list[tuple[Any, ...]]) -> None:
+        self.launch = lambda *call: ran.append(call)
+
+    def __call__(
+        self, gridX: int, gridY: int, gridZ: int, stream: int, function: Any, *args: Any
+    ) -> None:
+        raise AssertionError("the wrapper costs more than the check may")
+
+
+def test_the_wrapper_of_a_launcher_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call.torch._C, "_cuda_getCurrentRawStream", lambda at: 7, raising=False)
+    monkeypatch.setattr(call, "_COMPILED", {})
+    kernel = Kernel()
+    tensor = torch.zeros(4, dtype=torch.int32)
+    made = SimpleNamespace(run=Wrapped(kernel.ran), function="function", packed_metadata="packed")
+    monkeypatch.setattr(kernel, "warmup", lambda *args, **options: made)
+    bound = call.bind(kernel, (2, 3), (tensor, 5), 4, W=16)
+    bound()
+    head = (2, 3, 1, 7, "function", "cooperative", "pdl", None, None, "packed", None, None, None)
+    assert kernel.ran == [(*head, tensor.data_ptr(), 5, 16)]
+
+
+def test_a_launcher_with_scratch_memory_keeps_its_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Wrapped([])
+    launcher.global_scratch_size = 8
+    assert call._entry(launcher, "function") == (launcher, ("function",))

@@ -177,14 +177,14 @@ def test_what_a_graph_checked_of_a_step_that_was_not_built_is_not_the_next_one_s
     _require_check_in_graph(guard)
     for _ in range(3):
         server.step()
-    trees_of = launches._trees_of
+    begin = launches.Launch.begin
 
-    def broken(spec: Any) -> Any:
-        monkeypatch.setattr(launches, "_trees_of", trees_of)
+    def broken(launch: Any, spec: Any, bs: int) -> None:
+        monkeypatch.setattr(launches.Launch, "begin", begin)
         raise RuntimeError("planted")
 
     _plant_next(guard, monkeypatch, "P1")
-    monkeypatch.setattr(launches, "_trees_of", broken)
+    monkeypatch.setattr(launches.Launch, "begin", broken)
     server.step()
     for _ in range(3):
         server.step()
