@@ -101,7 +101,7 @@ class Launch:
             bs > self.shape.lanes
             or walk.predict.shape[0] < bs * self.shape.w
             or walk.index.shape[0] != bs
-            or not walk.index.is_contiguous()
+            or not (walk.index.is_contiguous() and walk.predict.is_contiguous())
         ):
             raise UsageError(
                 f"a walk of {bs} requests of {self.shape.w} rows was expected, found "

@@ -15,7 +15,8 @@ class Before:
     """Queues `before_kernel` for one set of buffers.
 
     `operands(trees, given)` binds it for tensors of some kind, see `operands.table_operands`; that
-    happens once a kind. `moved` are arguments that lie elsewhere since (`operands.moving`).
+    happens once a kind. `moved` are arguments that lie elsewhere from the next launch on
+    (`operands.moving`).
     """
 
     __slots__ = (
@@ -62,9 +63,10 @@ class Before:
 
     def _turn(self, bs: int, trees: int, one: Tensor, two: Tensor, three: Tensor) -> Call:
         """The launch for other arguments than the last one's."""
+        moved, self.moved = self.moved, ()  # nothing of a step is held for longer than it takes
         if trees == NO_TREES:
             call = self._bound(NO_TREES, NO_TREES, ())
-            call.put(3, (bs, *self.moved))
+            call.put(3, (bs, *moved))
             return call
         rows = bs * self._w
         if one.numel() < rows or two.numel() < rows or three.numel() < bs:
@@ -74,7 +76,7 @@ class Before:
             )
         given = one, two, three
         call = self._bound((trees, one.dtype, two.dtype, three.dtype), trees, given)
-        call.put(0, (*given, bs, *self.moved))
+        call.put(0, (*given, bs, *moved))
         return call
 
     def _bound(self, kind: Any, trees: int, given: tuple[Tensor, ...]) -> Call:

@@ -192,6 +192,28 @@ def test_what_a_graph_checked_of_a_step_that_was_not_built_is_not_the_next_one_s
     assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (7, 6)
 
 
+def test_a_replay_that_cannot_be_told_its_batch_costs_that_step_alone(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, guard = start(_case("NGRAM", True))
+    _require_check_in_graph(guard)
+    for _ in range(3):
+        server.step()  # past the steps that are read to the host
+    begin = launches.Launch.begin
+
+    def broken(launch: Any, spec: Any, bs: int) -> None:
+        monkeypatch.setattr(launches.Launch, "begin", begin)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(launches.Launch, "begin", broken)
+    for _ in range(3):
+        server.step()
+    assert guard.fuses.faults == {"build": 1}
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (6, 5)
+    assert guard.coverage.skipped == {"the check failed": 1}
+    assert guard.coverage.findings == 0
+
+
 def test_eager_steps_of_a_kind_are_bound_once(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
