@@ -28,7 +28,7 @@ import torch
 from ddtree_guard.config import Config
 from ddtree_guard.device.from_step import buffers_of, shape_of
 from ddtree_guard.device.launch import DeviceCheck
-from ddtree_guard.device.operands import moved_verify
+from ddtree_guard.device.operands import MOVING, moved_verify
 from ddtree_guard.device.pack import Packer
 from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.recorder import Recorder
@@ -50,6 +50,7 @@ class Case:
         lens = tuple(200 + 37 * i % 301 for i in range(bs))
         self.step = sound_step(3, lens=lens, w=w, padded_bs=bs).replace(outcome=Outcome())
         self.buffers, self.shape = buffers_of(self.step, device), shape_of(self.step)
+        self.arrays = tuple(getattr(self.buffers, name) for name in MOVING)
         self.checker = DeviceCheck(device)
         self.ring = Ring(64, bs, w, on_device=True)
         self.packer = Packer(self.ring, device)
@@ -83,12 +84,12 @@ class Case:
 
     def eager(self) -> None:
         """An eager step of a server without a ring."""
-        moved_verify(self.alone, self.buffers, self.shape, self.checker.state)
+        moved_verify(self.alone, self.arrays, self.shape, self.checker.state)
         self.check()
 
     def eager_packed(self) -> None:
         """An eager step of a server with a ring."""
-        moved_verify(self.packing, self.buffers, self.shape, self.checker.state)
+        moved_verify(self.packing, self.arrays, self.shape, self.checker.state)
         self.launch()
 
 

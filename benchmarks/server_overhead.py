@@ -267,8 +267,8 @@ def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, sav
         if len(case.rounds.get("guard", ())) >= options.blocks:
             return
         bench.settle(case, options.block)
-        turns = {"off": 0, "guard": options.rounds, "control": max(2, options.rounds // 2)}
-        for tool in [name for name in bench.children for _ in range(turns.get(name, 2))]:
+        turns = {"off": 0, "guard": options.rounds, "control": max(1, options.rounds // 4)}
+        for tool in [name for name in bench.children for _ in range(turns.get(name, 1))]:
             begun = time.monotonic()
             if begun + longest > deadline:
                 return
@@ -348,9 +348,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--w", type=_numbers, default=[64, 8], help="verify widths")
     parser.add_argument("--seconds", type=float, default=540.0, help="in all, start included")
     parser.add_argument("--blocks", type=int, default=120, help="most rounds per case")
-    parser.add_argument("--block", type=float, default=0.4, help="seconds per block")
+    parser.add_argument("--block", type=float, default=0.6, help="seconds per block")
     parser.add_argument("--warm", type=float, default=0.1, help="unmeasured seconds before it")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of a case at a time")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of a case at a time")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
     parser.add_argument(

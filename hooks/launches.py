@@ -29,13 +29,13 @@ from ddtree_guard.device.operands import (
 from ddtree_guard.errors import IncompatibleError, UsageError
 from ddtree_guard.hooks.contracts import contract_of
 from ddtree_guard.hooks.device import buffers_of_backend
-from ddtree_guard.hooks.facts import facts_of
+from ddtree_guard.hooks.facts import Facts, facts_of
 from ddtree_guard.hooks.observe import verify_width
 from ddtree_guard.hooks.record import Walk
 from ddtree_guard.hooks.view import View, lanes_of
 
 EAGER = 32  # kinds of eager steps that are kept
-ROWS = ("positions", "out_cache_loc", "input_ids")
+ROWS = ("input_ids", "positions", "out_cache_loc")
 _BUILT = operator.attrgetter("qo_indptr", "kv_indptr", "mask_indptr", "custom_mask", "kv_indices")
 
 
@@ -127,6 +127,7 @@ class Binder:
     def __init__(self, check: DeviceCheck, live_count: Any, depth: Depth) -> None:
         self.check, self.live_count, self.depth = check, live_count, depth
         self.eager: dict[Any, Launch] = {}
+        self._facts: dict[type, Facts] = {}  # to look at a class takes longer than the rest
 
     def graph(self, view: View, tape: Any) -> Launch:
         """The launches of a captured batch size."""
@@ -136,15 +137,14 @@ class Binder:
         """The launches of an eager step."""
         backend, batch = view.backend, view.batch
         meta = backend.forward_metadata
-        arrays = (batch.seq_lens, *_BUILT(meta), batch.input_ids, batch.positions,
-                  batch.out_cache_loc)  # fmt: skip
-        mask = arrays[4]
-        w = verify_width(backend, view.runner, facts_of(type(backend)), batch.spec_info)
+        qo, kv, mi, mask, kvi = _BUILT(meta)
+        rows = batch.input_ids, batch.positions, batch.out_cache_loc
+        arrays = (batch.seq_lens, qo, kv, mi, mask, *rows, kvi)  # by `operands.MOVING`
         key = (
-            id(backend), lanes_of(batch), w, meta.max_extend_len, batch.req_pool_indices.dtype,
-            mask is not None and mask.data_ptr() % 16,
-            *[part if part is None else (part.dtype, part.dim()) for part in arrays],
-            *[getattr(batch, name).shape[-1] for name in ROWS],
+            id(backend), lanes_of(batch), meta.max_extend_len, batch.req_pool_indices.dtype,
+            verify_width(backend, view.runner, self._facts_of(type(backend)), batch.spec_info),
+            mask is not None and mask.data_ptr() % 16, *[part.shape[-1] for part in rows],
+            *[None if part is None else part.dtype for part in arrays],
         )  # fmt: skip
         held = None if self.depth is Depth.FULL else self.eager.pop(key, None)
         if held is None:
@@ -152,23 +152,26 @@ class Binder:
             # nothing of this step is held for longer than it takes
             held.verify = replace(held.verify, keep=())
             held.buffers = replace(held.buffers, mask=None, kv_indices=None)
-        self._move(held, batch, meta)
         if self.depth is not Depth.FULL:
             self.eager[key] = held
             if len(self.eager) > EAGER:
                 del self.eager[next(iter(self.eager))]
+        spare = self.check.state
+        moved_verify(held.verify, arrays, held.shape, spare)
+        held.before.moved = moving(
+            batch.seq_lens, kv, kvi, batch.out_cache_loc, batch.req_pool_indices, spare
+        )
         held.tokens = batch.input_ids
         return held
 
-    def _move(self, launch: Launch, batch: Any, meta: Any) -> None:
-        """Put the addresses of this step in the place of those of the last one of its kind."""
-        buffers = buffers_of_backend(meta, batch, self.live_count, _trees(launch.buffers, batch))
-        moved_verify(launch.verify, buffers, launch.shape, self.check.state)
-        launch.before.moved = moving(buffers, batch.req_pool_indices, self.check.state)
+    def _facts_of(self, backend_class: type) -> Facts:
+        if backend_class not in self._facts:
+            self._facts[backend_class] = facts_of(backend_class)
+        return self._facts[backend_class]
 
     def _bind(self, view: View, tape: Any) -> Launch:
         backend, batch, runner = view.backend, view.batch, view.runner
-        facts = facts_of(type(backend))
+        facts = self._facts_of(type(backend))
         metadata = view.metadata or backend.forward_metadata
         w = verify_width(backend, runner, facts, batch.spec_info)
         algorithm = str(runner.server_args.speculative_algorithm or "")
@@ -202,8 +205,3 @@ def _new_trees(lanes: int, w: int, device: Any) -> dict[str, Any]:
         "depths": torch.arange(w, dtype=torch.int32, device=device).repeat(lanes, 1),
         "sizes": torch.full((lanes,), w, dtype=torch.int32, device=device),
     }
-
-
-def _trees(buffers: Buffers, batch: Any) -> dict[str, Any]:
-    return {"tokens": batch.input_ids, "parents": buffers.parents, "depths": buffers.depths,
-            "sizes": buffers.sizes}  # fmt: skip

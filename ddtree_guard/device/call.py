@@ -63,7 +63,9 @@ class _Interpreted(Call):
 
     def put(self, at: int, values: Sequence[Any]) -> None:
         """Replace the arguments from number `at` on."""
-        self._args[at : at + len(values)] = values
+        for n, value in enumerate(values, at):
+            flags = getattr(value, "dtype", None) is torch.bool  # bytes, to a kernel
+            self._args[n] = value.view(torch.uint8) if flags else value
 
     def __call__(self) -> None:
         self._kernel[self._grid](*self._args, **self._meta)

@@ -39,6 +39,10 @@ _NEEDS = {
     "P1": ("positions", "tree"), "K1": ("out_cache_loc",), "K2": ("out_cache_loc",),
 }  # fmt: skip
 _TREES = ("sizes", "parents", "depths")
+_ARGS = {name: at for at, name in enumerate(VERIFY_ARGS)}
+# what lies elsewhere in each eager step, of `Buffers`
+MOVING = ("lens", "qo_indptr", "kv_indptr", "mask_indptr", "mask", "tokens", "positions",
+          "out_cache_loc", "kv_indices")  # fmt: skip
 _MASK_RULES = frozenset({"M1", "M2", "M3", "M4", "M6"})
 
 
@@ -179,15 +183,24 @@ def verify_operands(
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 
 
-def moved_verify(operands: Operands, buffers: Buffers, shape: Shape, spare: Tensor) -> None:
-    """The same launch for arrays of the same kinds that lie elsewhere. Raises as `verify_operands`.
-    The caller keeps them alive.
+def moved_verify(
+    operands: Operands, arrays: tuple[Tensor, ...], shape: Shape, spare: Tensor
+) -> None:
+    """The same launch for `arrays`, by MOVING, of the same kinds that lie elsewhere. The caller
+    keeps them alive. Raises UsageError for arrays too short for the launch.
     """
-    _require_sizes(buffers, shape)
-    mask, kvi = buffers.mask, buffers.kv_indices
-    operands.launch.put(2, _tensors(buffers, spare))
-    sizes = (0 if mask is None else mask.numel(), 0 if kvi is None else kvi.numel())
-    operands.launch.put(VERIFY_ARGS.index("mask_numel"), sizes)
+    least = _least(shape.lanes, shape.w, shape.sections)
+    for name, array in zip(MOVING, arrays, strict=True):
+        if array is not None and (array.numel() < least[name] or not array.is_contiguous()):
+            raise _unfit(name, array, least[name], shape)
+    lens, qo, kv, mi, mask, tokens, positions, out, kvi = (
+        spare if array is None else array for array in arrays
+    )
+    operands.launch.put(_ARGS["lens"], (lens, qo, kv, mi))
+    operands.launch.put(_ARGS["mask"], (mask, tokens))
+    operands.launch.put(_ARGS["positions"], (positions, out, kvi))
+    sizes = (0 if array is None else array.numel() for array in (arrays[4], arrays[8]))
+    operands.launch.put(_ARGS["mask_numel"], tuple(sizes))
 
 
 def table_operands(
@@ -202,14 +215,15 @@ def table_operands(
     those that a step may change: `given`, bs (-1: read from `live_count`), and `moving`.
     """
     _require_sizes(buffers, shape)
-    has = _present(buffers, shape)
+    has, kvi = _present(buffers, shape), buffers.kv_indices
     rules = ("K3", "K4") if "kv_indices" in has else ("K3",)
     room = _FAR if row_width is None or reserve is None else row_width - reserve
     chunks = max(1, min(64, triton.cdiv(table.shape[1], 2048)))
     args = (
-        *(given or (state,) * 3), -1, *moving(buffers, rows, state), state, slots,
-        buffers.live_count, *(_or(getattr(buffers, n), state) for n in _TREES), table, shape.w,
-        shape.w if shape.contract.kv_includes_draft else 0, bit_set(rules),
+        *(given or (state,) * 3), -1,
+        *moving(buffers.lens, buffers.kv_indptr, kvi, buffers.out_cache_loc, rows, state),
+        state, slots, buffers.live_count, *(_or(getattr(buffers, n), state) for n in _TREES),
+        table, shape.w, shape.w if shape.contract.kv_includes_draft else 0, bit_set(rules),
         512 * triton.cdiv(table.shape[1], 512 * chunks), *table.shape, table.stride(0), room,
         shape.reserved,
     )  # fmt: skip
@@ -220,13 +234,12 @@ def table_operands(
     return Operands(rules, launch, args)
 
 
-def moving(buffers: Buffers, rows: Tensor, spare: Tensor) -> tuple[Any, ...]:
+def moving(
+    lens: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor, rows: Tensor, spare: Tensor
+) -> tuple[Any, ...]:
     """The arguments of `before_kernel` that lie elsewhere in each eager step."""
-    kvi = buffers.kv_indices
-    return (
-        buffers.lens, _or(buffers.kv_indptr, spare), _or(kvi, spare), buffers.out_cache_loc, rows,
-        0 if kvi is None else kvi.numel(),
-    )  # fmt: skip
+    count = 0 if kv_indices is None else kv_indices.numel()
+    return lens, _or(kv_indptr, spare), _or(kv_indices, spare), out, rows, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,21 +402,25 @@ def _require_sizes(buffers: Buffers, shape: Shape) -> None:
             f"the device check handles 1 to {MAX_LANES} requests of 1 to {MAX_W} rows; this launch "
             f"has {lanes} of {w}. Turn the guard off for it or check it on the host."
         )
-    for name, least in _needed(lanes, w, shape.sections).items():
+    for name, least in _least(lanes, w, shape.sections).items():
         value = getattr(buffers, name)
         if value is None:
             continue
         if value.numel() < least or not value.is_contiguous():
-            raise UsageError(
-                f"{name} must be contiguous and hold at least {least} elements for {lanes} "
-                f"requests of {w} rows; it has shape {tuple(value.shape)}. Check it on the host."
-            )
+            raise _unfit(name, value, least, shape)
         if value.is_floating_point():
             raise UsageError(f"{name} must hold integers; it holds {value.dtype}.")
 
 
+def _unfit(name: str, value: Tensor, least: int, shape: Shape) -> UsageError:
+    return UsageError(
+        f"{name} must be contiguous and hold at least {least} elements for {shape.lanes} requests "
+        f"of {shape.w} rows; it has shape {tuple(value.shape)}. Check it on the host."
+    )
+
+
 @functools.lru_cache(256)
-def _needed(lanes: int, w: int, sections: int) -> dict[str, int]:
+def _least(lanes: int, w: int, sections: int) -> dict[str, int]:
     """Fewest elements of each of `Buffers`."""
     needed = dict.fromkeys((f.name for f in fields(Buffers)), lanes * w)
     needed |= {"live_count": 1, "lens": lanes, "sizes": lanes, "row_stride": lanes}

@@ -84,7 +84,8 @@ def test_arrays_that_lie_elsewhere_since_are_read_there() -> None:
     assert _rules(check) == ()
     moved = buffers_of(sound, "cpu")
     moved.out_cache_loc[9:18] += 1
-    before.moved = moving(moved, torch.arange(3), check.state)
+    out, kvi = moved.out_cache_loc, moved.kv_indices
+    before.moved = moving(moved.lens, moved.kv_indptr, kvi, out, torch.arange(3), check.state)
     before(2)
     assert _rules(check) == ("K3",)
 
