@@ -4,7 +4,10 @@
 
 One guarded NGRAM engine with graphs and overlap; the probe measures the guard's own code around
 each site with a clock. `sites_us` adds the medians up; `step_us` is the median time from one step
-to the next. Unlike two engines that are compared, this does not see what another process does.
+to the next. `paid_us` is the guard's time that lengthens a step, between the end of the host's wait
+for the GPU and the moment at which the next replay is queued; `hidden_us` is the rest, which passes
+while the GPU works; `wait_us` is how much longer that takes. `share` is paid over step. Unlike two
+engines that are compared, this does not see what another process does.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from typing import Any
 
 from serving import ROOT, Cell, Child
 
+WINDOWS = ("paid", "hidden", "wait")  # of a step, see `testing.probe.Stopwatch`
+LENGTHS = (64, 512)  # new tokens of a request
+
 
 def measure(cell: Cell, deadline: float, loads: tuple[int, ...]) -> dict[str, Any]:
     """Load the engine with so many requests at once, and ask the probe."""
@@ -25,7 +31,7 @@ def measure(cell: Cell, deadline: float, loads: tuple[int, ...]) -> dict[str, An
     try:
         ready = child.answer(deadline - time.monotonic() - 10)
         for concurrency in loads:
-            for length in (64, 512):
+            for length in LENGTHS:
                 if time.monotonic() < deadline - 8:
                     child.ask(30, do="block", concurrency=concurrency, length=length)
             child.ask(30, do="settled")
@@ -44,12 +50,14 @@ def measure(cell: Cell, deadline: float, loads: tuple[int, ...]) -> dict[str, An
 
 def row(bs: int, sites: dict[str, Any]) -> dict[str, Any]:
     """One number of requests."""
-    step = sites.pop("step", {})
+    whole = {name: sites.pop(name, {}).get("median") for name in ("step", *WINDOWS)}
     total = sum(times["median"] for times in sites.values())
-    step_us = step.get("median")
-    share = round(total / step_us, 5) if step_us else None
-    return {"bs": bs, "step_us": step_us, "sites_us": round(total, 1), "share": share,
-            "sites": sites}  # fmt: skip
+    step, paid = whole["step"], whole["paid"]
+    share = round(paid / step, 5) if step and paid is not None else None
+    return {
+        "bs": bs, "step_us": step, "sites_us": round(total, 1),
+        **{f"{name}_us": whole[name] for name in WINDOWS}, "share": share, "sites": sites,
+    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,14 +68,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", default="small", choices=("8b", "small"))
     parser.add_argument("--label", default="after")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/host_sites.json")
+    parser.add_argument("--loads", type=int, nargs="+", default=[1, 8], help="requests at once")
     options = parser.parse_args(argv)
     deadline = time.monotonic() + options.seconds
     cell = Cell(
-        "NGRAM", shape=options.shape, w=options.w, max_running=8, pool=12_000, sizes=(1, 8),
+        "NGRAM", shape=options.shape, w=options.w, max_running=max(options.loads), pool=24_000,
+        sizes=tuple(options.loads),
         asked=True, times=True,
     )  # fmt: skip
     result = json.loads(options.out.read_text()) if options.out.exists() else {}
-    result[options.label] = measure(cell, deadline, (1, 8))
+    result[options.label] = measure(cell, deadline, tuple(options.loads))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result[options.label]))

@@ -5,8 +5,8 @@
 One check is bound twice to the same buffers, without a ring and with one, and both run in turns;
 the cost is the median of the paired differences. GPU time: replays of two captured graphs of many
 steps. Host time: replays of two graphs of one step, the second with the note that the host leaves
-about it; and eager steps, which bind their launch anew as a server's do, and `launch`, the same
-bound beforehand. Steps run under `set_sync_debug_mode("error")`. What the device packed is compared
+about it; and eager steps, whose arrays lie elsewhere each time, and `launch`, the same where they
+stay. Steps run under `set_sync_debug_mode("error")`. What the device packed is compared
 with what the host would keep. `recorder_host_us` is the host time of the whole recorder, with the
 request trails and the signs of garbage, by requests; `read_ms` what a dump takes to copy the ring.
 """
@@ -28,7 +28,8 @@ import torch
 from ddtree_guard.config import Config
 from ddtree_guard.device.from_step import buffers_of, shape_of
 from ddtree_guard.device.launch import DeviceCheck
-from ddtree_guard.device.pack import Pack, Packer
+from ddtree_guard.device.operands import MOVING, moved_verify
+from ddtree_guard.device.pack import Packer
 from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.recorder import Recorder
 from ddtree_guard.recorder.ring import AHEAD, Ring, bare
@@ -49,20 +50,17 @@ class Case:
         lens = tuple(200 + 37 * i % 301 for i in range(bs))
         self.step = sound_step(3, lens=lens, w=w, padded_bs=bs).replace(outcome=Outcome())
         self.buffers, self.shape = buffers_of(self.step, device), shape_of(self.step)
+        self.arrays = tuple(getattr(self.buffers, name) for name in MOVING)
         self.checker = DeviceCheck(device)
         self.ring = Ring(64, bs, w, on_device=True)
         self.packer = Packer(self.ring, device)
         self.ring.fetch = self.packer.reader()
         self.mark = 0
         self.alone = self.checker.bind(self.buffers, self.shape)
-        pack = self.pack()
+        pack = self.packer.pack(self.buffers, self.shape.lanes, self.shape.w)
         self.packing = self.checker.bind(self.buffers, self.shape, pack=pack)
         self.base, self.kinds = bare(self.step), pack.kinds(self.buffers, bs)
         self.who = self.step.who.step_id, self.step.who.rids
-
-    def pack(self) -> Pack:
-        """What the launch packs, made anew."""
-        return self.packer.pack(self.buffers, self.shape.lanes, self.shape.w)
 
     def check(self) -> None:
         """The step as it is without a ring."""
@@ -80,20 +78,19 @@ class Case:
         self.ring.place(self.mark, self.base, self.kinds, self.who)
 
     def launch(self) -> None:
-        """A step with a ring whose launch was bound before."""
+        """A step with a ring."""
         self.packed()
         self.note()
 
     def eager(self) -> None:
-        """An eager step of a server without a ring: bound anew."""
-        self.checker.check(self.checker.bind(self.buffers, self.shape))
-        self.checker.close()
+        """An eager step of a server without a ring."""
+        moved_verify(self.alone, self.arrays, self.shape, self.checker.state)
+        self.check()
 
     def eager_packed(self) -> None:
         """An eager step of a server with a ring."""
-        self.checker.check(self.checker.bind(self.buffers, self.shape, pack=self.pack()))
-        self.checker.close()
-        self.note()
+        moved_verify(self.packing, self.arrays, self.shape, self.checker.state)
+        self.launch()
 
 
 def paired(first: Callable[[], float], second: Callable[[], float], pairs: int) -> dict[str, float]:

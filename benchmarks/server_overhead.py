@@ -2,11 +2,12 @@
 
     python benchmarks/server_overhead.py --w 64,8 --seconds 280 [--gpus 0,1] [--tools guard,control]
 
-For each width an engine without a guard and one with it are resident on one GPU, with the same
-processors. A block is the same requests on one engine; a round is one block on each of the two,
-and rounds alternate which goes first. One ratio comes from two neighbouring rounds (four blocks,
-each engine once first), so that drift and order fall out; the interval is a bootstrap over those.
-The engine that waits sleeps. `ratio_to_off` is of tokens per second over whole blocks,
+For each width an engine without a guard and one with it are resident on one GPU. A block is the
+same requests on one engine; a round is one block on each of the two, and rounds alternate which
+goes first. One ratio comes from two neighbouring rounds (four blocks, each engine once first), so
+that drift and order fall out; the interval is a bootstrap over those. The engine that runs has the
+same processors as the other when that runs, one core of them for its scheduler alone; the engine
+that waits sleeps on others. `ratio_to_off` is of tokens per second of decoding, over whole blocks,
 `step_to_off` of the median time between two steps, which a pause of the host does not move. A
 third engine at the first width, `control`, has no guard either: its ratio is what the method says
 of nothing. SGLang's own tools are measured at the last width, in fewer rounds. With two GPUs the
@@ -27,6 +28,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ CONCURRENCY = (8, 32, 1)  # the ones that matter most first
 MODES = {"guard": "log", "kv_canary": "log", "control": "off"}
 POOL = 24_000  # KV slots: 32 requests with their lookahead, and their prompts in the radix cache
 SIZES = (1, 2, 4, 8, 16, 24, 32)  # captured batch sizes: the less of them, the sooner it starts
-LENGTHS = (32, 512)  # new tokens of a request
+LENGTHS = (64, 1536)  # new tokens of a request
 START_S, TOOL_S = 150.0, 30.0  # most seconds until the engines that matter are up; then the others
 GATE, LOW = 0.995, 0.99  # what the median and the interval's lower end must reach
 
@@ -81,9 +83,18 @@ class Bench:
     facts: dict[str, dict[str, Any]]
     cases: list[Case]
     warm_s: float = 0.1  # of each block, before what is measured
+    cores: tuple[Any, Any, Any] = ((), (), ())  # of a scheduler, of its engine, of those that wait
+    running: str = ""
 
     def block(self, tool: str, case: Case) -> dict[str, Any]:
         """One block on one engine."""
+        scheduler, engine, others = self.cores
+        if others and tool != self.running:
+            for name, child in self.children.items():
+                if name == self.running or not self.running:
+                    child.pin(others)
+            self.children[tool].pin(engine, scheduler)
+            self.running = tool
         return self.children[tool].ask(
             150, do="block", concurrency=case.concurrency, length=case.length, warm_s=self.warm_s
         )
@@ -182,6 +193,21 @@ def processors(parts: int) -> list[list[int]]:
     return [sorted(n for name in group for n in _spelled(name)) for group in groups]
 
 
+def shares(cpus: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """Processors for a scheduler, for the rest of its engine, and for engines that wait: a core,
+    then the others but for a quarter of all. Nothing where there are fewer than four cores.
+    """
+    cores: dict[str, list[int]] = {}
+    for cpu in cpus:
+        cores.setdefault(_siblings(cpu), []).append(cpu)
+    held = list(cores.values())
+    if len(held) < 4:
+        return [], [], []
+    waiting = len(held) // 4
+    first, rest, last = held[0], held[1:-waiting], held[-waiting:]
+    return first, [*itertools.chain(*rest)], [*itertools.chain(*last)]
+
+
 def _siblings(processor: int) -> str:
     """The threads of a processor's core, as the kernel spells them; itself where it does not."""
     path = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
@@ -203,7 +229,8 @@ def start(wanted: list[Cell], deadline: float, warm_s: float) -> tuple[list[Benc
     for child in made:
         cell = child.cell
         cases = [Case(c) for c in CONCURRENCY]
-        bench = benches.setdefault(cell.w, Bench(cell.w, {}, {}, cases, warm_s))
+        made_for = Bench(cell.w, {}, {}, cases, warm_s, shares(cell.cpus))
+        bench = benches.setdefault(cell.w, made_for)
         patience = START_S if cell.tool in ("off", "guard") else TOOL_S  # others are started by now
         try:
             ready = child.answer(min(patience, deadline - time.monotonic() - 30))
@@ -240,8 +267,8 @@ def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, sav
         if len(case.rounds.get("guard", ())) >= options.blocks:
             return
         bench.settle(case, options.block)
-        turns = {"off": 0, "guard": options.rounds, "control": max(2, options.rounds // 2)}
-        for tool in [name for name in bench.children for _ in range(turns.get(name, 2))]:
+        turns = {"off": 0, "guard": options.rounds, "control": max(1, options.rounds // 4)}
+        for tool in [name for name in bench.children for _ in range(turns.get(name, 1))]:
             begun = time.monotonic()
             if begun + longest > deadline:
                 return
@@ -321,9 +348,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--w", type=_numbers, default=[64, 8], help="verify widths")
     parser.add_argument("--seconds", type=float, default=540.0, help="in all, start included")
     parser.add_argument("--blocks", type=int, default=120, help="most rounds per case")
-    parser.add_argument("--block", type=float, default=0.4, help="seconds per block")
+    parser.add_argument("--block", type=float, default=0.6, help="seconds per block")
     parser.add_argument("--warm", type=float, default=0.1, help="unmeasured seconds before it")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of a case at a time")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of a case at a time")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
     parser.add_argument(

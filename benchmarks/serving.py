@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -138,7 +139,7 @@ def engine_options(cell: Cell, models: dict[str, Path]) -> dict[str, Any]:
         **({"mem_fraction_static": 0.85, "max_total_tokens": cell.pool or 80_000}
            if cell.shape == "small" else
            {"mem_fraction_static": 0.97, "max_total_tokens": cell.pool or 16_000,
-            "context_length": 1024}),
+            "context_length": 2048}),
         "max_running_requests": cell.max_running, "disable_cuda_graph": not cell.graphs,
         "disable_overlap_schedule": not cell.overlap, "disable_prefill_cuda_graph": True,
         "sleep_on_idle": True,  # other engines on the machine keep their cores
@@ -224,6 +225,7 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
             env=environment(cell), start_new_session=True,
         )  # fmt: skip
+        self._members: dict[int, str] = {}
         self.answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -274,6 +276,18 @@ class Child:
         text = self.cell.path("log.txt").read_text(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
+    def pin(self, cpus: Sequence[int], scheduler: Sequence[int] = ()) -> None:
+        """Let the engine's processes run on these processors from now on; its scheduler on others
+        where some are given.
+        """
+        if not self._members:
+            self._members = members(self.process.pid)
+        for pid, name in self._members.items():
+            wanted = scheduler if scheduler and "scheduler" in name else cpus
+            with contextlib.suppress(OSError):  # one may have ended
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    os.sched_setaffinity(int(thread), wanted)
+
     def stop(self, patience: float = 10.0) -> None:
         """End the engine and everything that it started, softly for `patience` seconds."""
         for signal_ in ("TERM", "KILL"):
@@ -288,6 +302,23 @@ class Child:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+
+
+def members(root: int) -> dict[int, str]:
+    """A process and all that it has started, directly or not: what each calls itself, by id."""
+    parents: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                path = Path("/proc") / entry
+                # the name in brackets may hold anything; the parent is the second field behind it
+                parents[int(entry)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                names[int(entry)] = (path / "cmdline").read_text(errors="replace")
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {pid: names.get(pid, "") for pid in sorted(found)}
 
 
 # --- child ---
@@ -368,9 +399,10 @@ async def block(engine: Any, concurrency: int, length: int, warm_s: float = 0.1)
 
     They are sent as one batch, so that the scheduler takes them in one step; the prompts are the
     same in every block, so that after the first one their KV lies in the radix cache and n-grams
-    draft the same: blocks differ in time alone. Returns tokens_per_s, tokens, steps (verify steps,
-    summed over requests), step_s (the median between two chunks of a stream: one step) and gaps:
-    seconds between chunks, by the token.
+    draft the same: blocks differ in time alone. What is measured begins when every stream has its
+    first token: prefill is left out. Returns tokens_per_s, tokens, steps (verify steps, summed over
+    requests), step_s (the median between two chunks of a stream: one step) and gaps: seconds
+    between chunks, by the token.
     """
     rng = random.Random(concurrency)
     prompts = [tokens(rng, 64) for _ in range(concurrency)]
@@ -378,31 +410,37 @@ async def block(engine: Any, concurrency: int, length: int, warm_s: float = 0.1)
     end = time.perf_counter() + warm_s
     while time.perf_counter() < end:
         await _stream(engine, prompts, 16)
-    begun = time.perf_counter()
-    made, steps, gaps = await _stream(engine, prompts, length)
-    took = time.perf_counter() - begun
+    chunks, steps = await _stream(engine, prompts, length)
+    begun = max(now for now, _, gap in chunks if gap is None)
+    mine = [(now, fresh) for now, fresh, _ in chunks if now > begun]
+    took = max(now for now, _ in mine) - begun
+    gaps = [(gap, fresh) for _, fresh, gap in chunks if gap is not None]
     return {
-        "tokens_per_s": made / took, "tokens": made, "steps": steps,
-        "step_s": statistics.median(gap for gap, _ in gaps) if gaps else took,
+        "tokens_per_s": sum(fresh for _, fresh in mine) / took, "took_s": round(took, 6),
+        "tokens": sum(fresh for _, fresh, _ in chunks), "steps": steps,
+        "step_s": statistics.median(gap for gap, _ in gaps),
         "gaps": [round(gap / fresh, 6) for gap, fresh in gaps],
     }  # fmt: skip
 
 
-async def _stream(engine: Any, prompts: list[Any], length: int) -> tuple[int, int, list[Any]]:
-    """New tokens, verify steps, and per chunk of each stream (seconds since the last, tokens)."""
+async def _stream(engine: Any, prompts: list[Any], length: int) -> tuple[list[Any], int]:
+    """Per chunk of a stream (when it came, its new tokens, seconds since the stream's last chunk or
+    None), and verify steps over all streams.
+    """
     last, seen, steps = {}, dict.fromkeys(range(len(prompts)), 0), {}
-    gaps: list[tuple[float, int]] = []
+    found: list[tuple[float, int, float | None]] = []
     chunks = await engine.async_generate(
         input_ids=prompts, sampling_params=_greedy(length), stream=True
     )
     async for chunk in chunks:
         now, at, meta = time.perf_counter(), chunk["index"], chunk["meta_info"]
         fresh = meta["completion_tokens"] - seen[at]
-        if at in last and fresh > 0:
-            gaps.append((now - last[at], fresh))
-        last[at], steps[at] = now, meta.get("spec_verify_ct", 0)
-        seen[at] += fresh
-    return sum(seen.values()), sum(steps.values()), gaps
+        steps[at] = meta.get("spec_verify_ct", 0)
+        if fresh > 0:
+            found.append((now, fresh, now - last[at] if at in last else None))
+            last[at] = now
+            seen[at] += fresh
+    return found, sum(steps.values())
 
 
 def _serve(cell: Cell) -> None:

@@ -76,22 +76,23 @@ class BackendGuard(ServerGuard):
 
     def built(self, backend: Any, batch: Any, path: str) -> None:
         """One build of verify metadata is one step."""
-        if self.current is not None:  # a worker of this process is at work
+        if self.running.busy:  # a worker of this process is at work
             super().built(backend, batch, path)
             return
         runner = self._target(backend)
         mode = getattr(batch, "forward_mode", None)
         if not self.active or runner is None or mode is None or not mode.is_target_verify():
             return
-        self._steps += 1
+        self.running.steps += 1
         self.coverage.verify_steps += 1
-        self.current = Record(self._steps, (), _names(batch))
+        record = Record(self.begun, (), _names(batch))
+        self.running.set(record)
         try:
             with self.fuses.internal("build"):
                 self._read(backend, batch, path)
-            self._settle(self.current, tokens_left=None)
+            self._settle(record, tokens_left=None)
         finally:
-            self.current = None
+            self.running.set(None)
 
     def _read(self, backend: Any, batch: Any, path: str) -> None:
         self._why = ""
@@ -110,9 +111,9 @@ class BackendGuard(ServerGuard):
 
     def check(self, step: Step) -> None:
         """Judge a step that the test has filled itself."""
-        self._steps += 1
+        self.running.steps += 1
         self.coverage.verify_steps += 1
-        record = Record(step.who.step_id or self._steps, (), step.who.rids, step=step)
+        record = Record(step.who.step_id or self.begun, (), step.who.rids, step=step)
         report = self.guard.check(step)
         record.findings = list(report.findings)
         record.checked = bool(report.checked)

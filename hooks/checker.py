@@ -28,6 +28,9 @@ class Checker(Protocol):
 
     kind: str
     tape: Any
+    # by id of a backend and lanes: an object whose `begin(spec_info, bs)` is all that a replay
+    # needs; it becomes the record's ticket
+    ready_made: dict[Any, Any]
 
     def ready(self) -> None:
         """Workers and graphs are built; the first request comes next."""
@@ -43,6 +46,9 @@ class Checker(Protocol):
 
     def build(self, record: Record, view: View) -> None:
         """Metadata was built; attention comes next."""
+
+    def study(self, record: Record, view: View) -> None:
+        """The step is queued; its view is complete. What need not be known before."""
 
     def walked(self, record: Record) -> None:
         """The acceptance is known, and the launch's inputs still hold this step."""
@@ -62,6 +68,7 @@ class HostChecker:
 
     def __init__(self, guard: Guard) -> None:
         self.guard = guard
+        self.ready_made: dict[Any, Any] = {}
         self._states: set[str] = set()
 
     def ready(self) -> None:
@@ -87,7 +94,7 @@ class HostChecker:
 
     def read(self, view: View) -> Step:
         """The Step of a launch, through the adapter of its backend."""
-        return adapter_for(type(view.backend)).read_step(view)
+        return adapter_for(type(view.backend)).read_step(view.complete())
 
     def add_outcome(self, record: Record) -> None:
         """Put the acceptance into the record's step, without judging it."""
@@ -99,6 +106,9 @@ class HostChecker:
         new = step.widths.state not in self._states
         self._states.add(step.widths.state)
         return (Site.INIT, *BUILD_SITES) if new else BUILD_SITES
+
+    def study(self, record: Record, view: View) -> None:
+        """Nothing to do."""
 
     def walked(self, record: Record) -> None:
         """Nothing to do: the step was read when it was built."""

@@ -5,8 +5,8 @@ captured region; the check goes there and reads the very buffers that the attent
 Everything else happens eagerly: warm-up before capture, and K3 and K4 before a replay, because
 SGLang records "read done" for `req_to_token` before the replay, so that a read inside races.
 
-How a graph knows bs: the guard's own `live_count`, one int32 on the device, that `before_replay`
-rewrites when bs changes. SGLang has no such buffer; it pads lanes by value (length 1, slot 0).
+How a graph knows bs: the guard's own `live_count`, one int32 on the device, that what is launched
+before a replay writes. SGLang has no such buffer; it pads lanes by value (length 1, slot 0).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ddtree_guard.device.before import Before
 from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.device.operands import Buffers, Operands, Shape
 from ddtree_guard.device.pack import Pack
@@ -58,8 +59,7 @@ class GraphChecks:
     live_count: Any = None
     certificates: dict[Hashable, Certificate] = field(default_factory=dict)
     _operands: dict[Hashable, Operands] = field(default_factory=dict)
-    _tables: dict[Hashable, Operands] = field(default_factory=dict)
-    _live: int = -1
+    _befores: dict[Hashable, Before] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.live_count = torch.zeros(1, dtype=torch.int32, device=self.check.device)
@@ -75,8 +75,8 @@ class GraphChecks:
         """
         self._operands[key] = self.check.bind(buffers, shape, pack=pack)
         if table is not None:
-            self._tables[key] = self.check.bind_table(buffers, shape, *table)
-            self._tables[key].launch()
+            self._befores[key] = self.check.bind_before(buffers, shape, *table)
+            self._befores[key](0)
         self.check.check(self._operands[key])
         self.check.close()
         tensors = {name: getattr(buffers, name) for name in Buffers.__dataclass_fields__}
@@ -89,18 +89,13 @@ class GraphChecks:
     def captured(self) -> None:
         """All graphs are captured: forget what warm-up batches left in the verdict."""
         self.check.reset()
-        self._live = -1
 
     def before_replay(self, key: Hashable, bs: int) -> None:
         """Tell the graph how many requests are live, and check slots against the table."""
-        if bs != self._live:
-            self.live_count.fill_(bs)
-            self._live = bs
-        if key in self._tables:
-            self._tables[key].launch()
+        self._befores[key](bs)
 
     def forget(self) -> None:
         """Drop all graphs: weight update, resume, or another speculation width."""
         self.certificates.clear()
         self._operands.clear()
-        self._tables.clear()
+        self._befores.clear()

@@ -215,7 +215,7 @@ def counters_of(guard: Any) -> Counters:
 
     def read() -> Mapping[str, Any]:
         coverage = guard.coverage
-        pending = coverage.verify_steps - coverage.settled + (guard.current is not None)
+        pending = coverage.verify_steps - coverage.settled + guard.running.busy
         return {
             "steps": guard.begun,
             "verify_steps": coverage.verify_steps,

@@ -15,6 +15,11 @@ class Hook:
     patches: tuple[Patch, ...]
     required: bool = True
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from the others: a site may be hooked in several classes."""
+        return self.site, self.patches[0].target if self.patches else ""
+
 
 @dataclass(frozen=True, slots=True)
 class HookStatus:

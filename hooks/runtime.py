@@ -7,12 +7,12 @@ A step: `begin` (worker entry, request ids), `built` (metadata), `accepted` (tre
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
 
 from ddtree_guard import render
@@ -22,7 +22,6 @@ from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.adapters import adapter_for
 from ddtree_guard.hooks.certificates import Certificates, wrong_choice
 from ddtree_guard.hooks.checker import Checker, HostChecker
-from ddtree_guard.hooks.contracts import row_of
 from ddtree_guard.hooks.counting import count
 from ddtree_guard.hooks.flight import Flight
 from ddtree_guard.hooks.fuses import Fuses
@@ -33,12 +32,13 @@ from ddtree_guard.hooks.no_shadow import shadow_for
 from ddtree_guard.hooks.patching import PatchReport, apply
 from ddtree_guard.hooks.ranks import Digests
 from ddtree_guard.hooks.record import Coverage, Record, Walk
-from ddtree_guard.hooks.statics import replayed
+from ddtree_guard.hooks.running import Running
+from ddtree_guard.hooks.statics import handed_over, replayed
 from ddtree_guard.hooks.switches import simulated_walk
 from ddtree_guard.hooks.taint import Taints
-from ddtree_guard.hooks.view import View, lanes_of
+from ddtree_guard.hooks.view import View, lanes_of, ragged, state_of
 from ddtree_guard.metrics import Metrics
-from ddtree_guard.rule import Finding, Scope, Site
+from ddtree_guard.rule import Finding, Site
 from ddtree_guard.step import Step
 
 log = logging.getLogger("ddtree_guard")
@@ -95,22 +95,20 @@ class ServerGuard:
         self.coverage = Coverage()
         self.flight = Flight(config, run, rank, self.metrics)
         self.evidence: Any = None  # `evidence.Evidence`: hears of every finding
-        self.current: Record | None = None
+        self.running = Running(self._view)
         self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         self._open: dict[int, tuple[Any, Record]] = {}
-        self._steps = 0
-        self._named: tuple[list[Any], tuple[str, ...]] = ([], ())  # the newest batch's ids, as text
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
         self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
-        self._depth = 0  # nested builds: a backend that calls its parent's, or wraps another
+        self.depth = 0  # nested builds: a backend that calls its parent's, or wraps another
 
     # --- hooks -----------------------------------------------------------------------------------
     def install(self, hooks: Iterable[Hook]) -> tuple[HookStatus, ...]:
         """Apply the hooks that are not in place yet. Returns the state of those."""
-        states = tuple(self._hook(hook) for hook in hooks if _key(hook) not in self.hooks)
-        self.hooks.update({_key(state.hook): state for state in states})
+        states = tuple(self._hook(hook) for hook in hooks if hook.key not in self.hooks)
+        self.hooks.update({state.hook.key: state for state in states})
         return states
 
     def _hook(self, hook: Hook) -> HookStatus:
@@ -133,15 +131,6 @@ class ServerGuard:
             self.evidence.close()
         return tuple(kept)
 
-    def enter(self) -> bool:
-        """Before an original that may call another hooked one: True for the outermost."""
-        self._depth += 1
-        return self._depth == 1
-
-    def leave(self) -> None:
-        """After it, also where it has raised."""
-        self._depth -= 1
-
     # --- init -----------------------------------------------------------------------------------
     @site("init")
     def adopt(self, backend: Any, runner: Any) -> None:
@@ -161,37 +150,42 @@ class ServerGuard:
     @property
     def begun(self) -> int:
         """Verify steps that the worker has begun; the id of the newest."""
-        return self._steps
+        return self.running.steps
+
+    @property
+    def current(self) -> Record | None:
+        """The step that the worker runs; made when somebody asks, in the serving thread only."""
+        return self.running.record()
 
     # --- one step -------------------------------------------------------------------------------
-    @site("begin")
     def begin(self, batch: Any) -> None:
         """The worker takes a batch: its requests, without asking the device."""
-        self.current = None
-        for _, held in self._open.values():
-            held.reused = True
-        mode, reqs = batch.forward_mode, tuple(getattr(batch, "reqs", None) or ())
-        if mode is None or mode.is_idle():
-            return
-        if mode.is_decode():
-            self._steps += 1
-            ids = [req.rid for req in reqs]  # no requests: finished ones would live on
-            if ids != self._named[0]:
-                self._named = ids, tuple(map(str, ids))
-            self.current = Record(self._steps, reqs, self._named[1])
-        elif self.taints:
-            self._look_for_reuse(reqs)
+        running = self.running
+        running.queued = running.known = running.batch = None
+        try:
+            mode = batch.forward_mode
+            if mode is not None and mode.is_decode():
+                running.steps += 1
+                running.batch = batch
+            elif self.taints:
+                self._look_for_reuse(batch)
+        except Exception as error:
+            if self.fuses.passes("begin", error):
+                raise
 
     @site("capture", may_raise=False)
     def captured(self, backend: Any, batch: Any) -> None:
         """The metadata of a captured batch size exists; every replay reads this object again."""
         runner = self._target(backend)
-        if runner is None or not batch.forward_mode.is_target_verify() or _ragged(batch):
+        if runner is None or not batch.forward_mode.is_target_verify() or ragged(batch):
             return
         lanes, metadata = lanes_of(batch), backend.forward_metadata
         self._captured.setdefault(backend, {})[lanes] = metadata
         self.certificates.take(backend, batch, runner, metadata)
-        view = View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
+        view = View(
+            backend, batch, runner, rank=self.rank, path="graph", metadata=metadata,
+            state=state_of(runner),
+        )  # fmt: skip
         self.shadow.prepare(view)
         self.checker.prepare(view)
 
@@ -199,15 +193,36 @@ class ServerGuard:
     def in_graph(self, backend: Any, batch: Any) -> None:
         """Inside the captured region: what is queued here runs in every replay."""
         runner = self._target(backend)
-        if runner is not None and batch.forward_mode.is_target_verify() and not _ragged(batch):
-            metadata = self._captured.get(backend, {}).get(lanes_of(batch))
+        if runner is not None and batch.forward_mode.is_target_verify() and not ragged(batch):
+            lanes = lanes_of(batch)
+            metadata = self._captured.get(backend, {}).get(lanes)
             self.checker.capture(
                 View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
             )
 
-    @site("build")
     def built(self, backend: Any, batch: Any, path: str) -> None:
-        """The metadata of a verify launch stands in the buffers that attention will read."""
+        """The metadata of a verify launch stands in the buffers that attention will read.
+
+        A replay waits for this, and the GPU for it: what is not for the device is left to `study`.
+        """
+        running, checker = self.running, self.checker
+        if path == "graph" and running.known is None and running.batch is not None:
+            launch = checker.ready_made.get((id(backend), batch.req_pool_indices.shape[0]))
+            # shadow mode sees the step before attention, and so does who replaces `build`
+            seen = self.shadow.on or self.fuses.faults or "build" in vars(checker)
+            if launch is not None and not seen:
+                running.queued = backend, batch, None
+                try:
+                    launch.begin(batch.spec_info, len(running.batch.reqs))
+                    running.queued = backend, batch, launch
+                except Exception as error:
+                    if self.fuses.passes("build", error):
+                        raise
+                return
+        self._built(backend, batch, path)
+
+    @site("build")
+    def _built(self, backend: Any, batch: Any, path: str) -> None:
         self._build(backend, batch, path)
 
     def _build(self, backend: Any, batch: Any, path: str) -> None:
@@ -217,23 +232,38 @@ class ServerGuard:
         if runner is None or not batch.forward_mode.is_target_verify():
             record.reused = record.built  # a drafter's forward after the walk, as EAGLE has one
             return
-        if _ragged(batch):
+        if ragged(batch):
             record.why = "a ragged batch has no single width"
             return
-        metadata = replay = None
-        if path == "graph":
-            metadata = self._captured.get(backend, {}).get(lanes_of(batch))
-            batch = replayed(batch, runner)
-            replay = self.certificates.replay(backend, batch, runner)
-            record.doubt = replay is not None and not replay.same
-        state = f"D={runner.server_args.speculative_num_draft_tokens}"
-        record.view = View(
-            backend, batch, runner, record.rids, record.step_id, self.rank, path, metadata, state,
-            replay,
+        view = record.view = self._view(record, backend, batch, path)
+        if self.shadow.on:
+            self.shadow.begin(record, view.complete())
+        self.checker.build(record, view)
+        if record.step is not None:
+            self.flight.built(record)
+
+    def _view(self, record: Record, backend: Any, batch: Any, path: str) -> View:
+        return View(
+            backend, batch, self._target(backend), record.rids, record.step_id, self.rank, path,
+            live=len(record.reqs), late=functools.partial(self._complete, record),
         )  # fmt: skip
-        self.shadow.begin(record, record.view)
-        self.checker.build(record, record.view)
-        self.flight.built(record)
+
+    def _complete(self, record: Record, view: View) -> None:
+        """What the view of a step that was built lacks: a replay should not wait for it."""
+        backend, runner = view.backend, view.runner
+        view.rids, view.state = self.running.names(record), state_of(runner)
+        if view.path == "graph":
+            view.metadata = self._captured.get(backend, {}).get(lanes_of(view.batch))
+            view.batch = replayed(view.batch, runner)
+            view.replay = self.certificates.replay(backend, view.batch, runner)
+            record.doubt = view.replay is not None and not view.replay.same
+
+    @site("build")
+    def study(self, record: Record) -> None:
+        """The step's replay is queued, and its buffers are as they were: what could wait."""
+        if record.view is not None and not record.studied:
+            record.studied = True
+            self.checker.study(record, record.view.complete())
 
     @site("build")
     def replayed(self, backend: Any, given: dict[str, Any]) -> None:
@@ -241,20 +271,7 @@ class ServerGuard:
         runner = self._target(backend)
         if runner is None or self.current is None:
             return
-        buffers, lanes, spec = runner.graph_runner.buffers, given["bs"], given["spec_info"]
-        rows = lanes * int(getattr(spec, "draft_token_num", 0) or 0)
-        batch = SimpleNamespace(
-            forward_mode=given["forward_mode"],
-            spec_info=spec,
-            batch_size=lanes,
-            req_pool_indices=given["req_pool_indices"][:lanes],
-            seq_lens=given["seq_lens"][:lanes],
-            seq_lens_cpu=given["seq_lens_cpu"],
-            input_ids=buffers.input_ids[:rows],
-            positions=buffers.positions[:rows],
-            out_cache_loc=buffers.out_cache_loc[:rows],
-        )
-        self._build(backend, batch, "graph")
+        self._build(backend, handed_over(given, runner), "graph")
 
     @site("verify")
     def accepted(self, batch: Any, predict: Any, lens: Any, index: Any) -> None:
@@ -264,6 +281,7 @@ class ServerGuard:
             greedy = bool(getattr(info, "is_all_greedy", False))
             self.current.outcome = Walk(lens, predict, index, greedy)
             self.checker.walked(self.current)
+            self.study(self.current)
 
     @site("verify")
     def walked(self, step: Any) -> None:
@@ -273,29 +291,37 @@ class ServerGuard:
             predict = step.predict.reshape(-1)
             self.current.outcome = Walk(done.lens, predict, done.accept_index, True, False)
             self.checker.walked(self.current)
+            self.study(self.current)
 
     def end(self, result: Any) -> None:
         """The worker returns its result; its tokens are still on their way to the host."""
-        record, self.current = self.current, None
-        count(self, record is not None, result)
-        self._end(record, result)
+        count(self, self.running.busy, result)
+        self._end(result)
+        self.running.set(None)
 
     @site("verify")
-    def _end(self, record: Record | None, result: Any) -> None:
+    def _end(self, result: Any) -> None:
+        for _, held in self._open.values():
+            held.reused = True
+        record = self.current
+        if record is not None:
+            record.reused |= record.redrafts
+            self.study(record)
+        self.running.set(None)
         self.shadow.end()
         if record is None:
             return
+        self.running.names(record)
         while len(self._open) >= OPEN:  # results that were never processed
             _, stale = self._open.pop(next(iter(self._open)))
             self._settle(stale, tokens_left=None)
         self._open[id(result)] = (result, record)
         if record.outcome is None and getattr(result, "accept_lens", None) is not None:
             record.outcome = Walk(result.accept_lens)
-        if record.outcome is not None and record.outcome.index is None and not _is_chain(record):
+        if record.outcome is not None and record.outcome.index is None and not record.is_chain:
             record.outcome = None  # a tree whose walk was not seen
         self.checker.verify(record)
         self._judge_choice(record)
-        record.reused |= redrafts(record)
 
     def _judge_choice(self, record: Record) -> None:
         """The graph that was replayed, where it is another batch size's."""
@@ -326,7 +352,8 @@ class ServerGuard:
         for step in (drifted(record, tokens, self.rank), beyond_row(record, self.rank)):
             found = () if step is None else self.guard.check(step, (Site.COMMIT,)).findings
             if found:
-                late = dataclasses.replace(record, step=step)
+                late = copy.copy(record)
+                late.step = step
                 self._apply(late, list(found), tokens_left=False)
 
     # --- what is done about it ------------------------------------------------------------------
@@ -386,7 +413,7 @@ class ServerGuard:
             self.journal.flush()
             raise Violation(texts[broken[0]])
         for n in broken:
-            self._taint(record, found[n])
+            self.taints.mark(record, found[n])
 
     def _report(self, record: Record, finding: Finding, dump: object | None) -> str:
         """Count and log a finding. Returns the readable block."""
@@ -404,49 +431,21 @@ class ServerGuard:
             self.evidence.finding(finding, step, dump, text)
         return text
 
-    def _taint(self, record: Record, finding: Finding) -> None:
-        if record.step is None or record.step.layout.prefix_lens is None:
-            return
-        hit = list(range(len(record.reqs)))
-        if finding.scope is Scope.REQUEST and finding.request is not None:
-            hit = [i for i in (finding.request, *finding.victims) if i < len(record.reqs)]
-        for i in hit:
-            self.taints.add(record.reqs[i], int(record.step.layout.prefix_lens[i]))
-
-    def _look_for_reuse(self, reqs: tuple[Any, ...]) -> None:
-        for req in reqs:
+    def _look_for_reuse(self, batch: Any) -> None:
+        for req in getattr(batch, "reqs", None) or ():
             source = self.taints.reuse(req)
             if source is not None:
                 self.flight.tainted(str(req.rid))
                 self.metrics.add("tainted_total")
+                name = self.flight.name(str(req.rid))
                 log.error(
                     "ddtree_guard tainted rid=%s source=%s cached=%d name=%s: it reuses KV of a "
                     "step that had a finding",
-                    render.quote(req.rid),
-                    render.quote(source),
-                    len(req.prefix_indices),
-                    render.known(self.flight.name(str(req.rid))),
-                )
+                    render.quote(req.rid), render.quote(source), len(req.prefix_indices),
+                    render.known(name),
+                )  # fmt: skip
 
     def _target(self, backend: Any) -> Any:
         """The runner of a backend that serves the target model, or None."""
         runner = self._runners.get(backend)
         return None if runner is None or runner.is_draft_worker else runner
-
-
-def _key(hook: Hook) -> tuple[str, str]:
-    return hook.site, hook.patches[0].target if hook.patches else ""
-
-
-def _ragged(batch: Any) -> bool:
-    return getattr(batch.spec_info, "ragged_verify_layout", None) is not None
-
-
-def redrafts(record: Record) -> bool:
-    """Whether a drafter has used the step's input buffers after its walk."""
-    args = None if record.view is None else record.view.runner.server_args
-    return row_of(str(getattr(args, "speculative_algorithm", ""))).redrafts
-
-
-def _is_chain(record: Record) -> bool:
-    return record.step is not None and record.step.contract.chain

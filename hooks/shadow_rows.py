@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ddtree_guard.attention.shadow import tolerance
-from ddtree_guard.device.tree import ParentsOf
+from ddtree_guard.device.tree import fill_parents
 from ddtree_guard.errors import IncompatibleError
 from ddtree_guard.hooks.contracts import row_of
 from ddtree_guard.hooks.facts import facts_of
@@ -100,7 +100,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], Taken] = {}
-        self._trees: dict[int, tuple[Any, ParentsOf]] = {}
+        self._depths: dict[int, tuple[Any, Any]] = {}  # beside parents, and not looked at
         self._next = 0
 
     def take(self, view: View, request: int | None) -> Taken | None:
@@ -159,14 +159,12 @@ class Snapshots:
                 f"expected {type(spec).__name__} to hold parents or links, found neither; "
                 "register an adapter for it."
             )
-        known, walk = self._trees.get(id(parents), (None, None))
+        known, depths = self._depths.get(id(parents), (None, None))
         if known is not parents:
-            with torch.inference_mode(False):
-                walk = ParentsOf(parents, torch.zeros_like(parents))
+            depths = torch.zeros_like(parents)
             if count == 1:
-                self._trees[id(parents)] = parents, walk
-        assert walk is not None
-        walk(child.reshape(-1)[part], sibling.reshape(-1)[part], count)
+                self._depths[id(parents)] = parents, depths
+        fill_parents(parents, depths, child.reshape(-1)[part], sibling.reshape(-1)[part], count)
 
 
 @dataclass(frozen=True, slots=True)

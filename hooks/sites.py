@@ -150,12 +150,12 @@ def _eager(guard: ServerGuard, path: str) -> Patch:
     def wrap(original: Original) -> Any:
         @functools.wraps(original.value)
         def init_forward_metadata(self: Any, forward_batch: Any, *args: Any, **kw: Any) -> Any:
-            outermost = guard.enter()
+            guard.depth += 1
             try:
                 result = original.value(self, forward_batch, *args, **kw)
             finally:
-                guard.leave()
-            if outermost:
+                guard.depth -= 1
+            if not guard.depth:
                 guard.built(self, forward_batch, "eager")
             return result
 
@@ -171,14 +171,14 @@ def _out_graph(guard: ServerGuard, path: str) -> Patch:
         def init_forward_metadata_out_graph(
             self: Any, forward_batch: Any, in_capture: bool = False, *args: Any, **kw: Any
         ) -> Any:
-            outermost = guard.enter()
+            guard.depth += 1
             try:
                 result = original.value(self, forward_batch, in_capture, *args, **kw)
             finally:
-                guard.leave()
-            if outermost and in_capture:
+                guard.depth -= 1
+            if not guard.depth and in_capture:
                 guard.captured(self, forward_batch)
-            elif outermost:
+            elif not guard.depth:
                 guard.built(self, forward_batch, "graph")
             return result
 

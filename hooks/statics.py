@@ -37,3 +37,20 @@ def replayed(batch: Any, runner: Any) -> Any:
     whole = SimpleNamespace(**vars(batch)) if plain else copy.copy(batch)
     whole.out_cache_loc = static[:rows]
     return whole
+
+
+def handed_over(given: dict[str, Any], runner: Any) -> SimpleNamespace:
+    """The replay view of 0.5.12, whose backend gets its fields one by one."""
+    buffers, lanes, spec = runner.graph_runner.buffers, given["bs"], given["spec_info"]
+    rows = lanes * int(getattr(spec, "draft_token_num", 0) or 0)
+    return SimpleNamespace(
+        forward_mode=given["forward_mode"],
+        spec_info=spec,
+        batch_size=lanes,
+        req_pool_indices=given["req_pool_indices"][:lanes],
+        seq_lens=given["seq_lens"][:lanes],
+        seq_lens_cpu=given["seq_lens_cpu"],
+        input_ids=buffers.input_ids[:rows],
+        positions=buffers.positions[:rows],
+        out_cache_loc=buffers.out_cache_loc[:rows],
+    )

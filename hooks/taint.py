@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+from ddtree_guard.hooks.record import Record
+from ddtree_guard.rule import Finding, Scope
+
 KEPT = 256  # tainted requests remembered, oldest forgotten first
 
 
@@ -33,6 +36,16 @@ class Taints:
 
     def __bool__(self) -> bool:
         return bool(self._sources)
+
+    def mark(self, record: Record, finding: Finding) -> None:
+        """The step of this record had a finding: what it wrote for these requests is suspect."""
+        if record.step is None or record.step.layout.prefix_lens is None:
+            return
+        hit = list(range(len(record.reqs)))
+        if finding.scope is Scope.REQUEST and finding.request is not None:
+            hit = [i for i in (finding.request, *finding.victims) if i < len(record.reqs)]
+        for i in hit:
+            self.add(record.reqs[i], int(record.step.layout.prefix_lens[i]))
 
     def add(self, req: Any, start: int) -> None:
         """Remember that `req` (SGLang's Req) holds suspect KV from position `start` on."""

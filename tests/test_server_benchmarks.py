@@ -5,11 +5,15 @@ The engines are a fake package named `sglang` that answers like SGLang's Engine.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.metadata
 import itertools
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -254,7 +258,8 @@ def test_overhead_measures_in_turns_and_names_what_did_not_start(fake_sglang: Pa
         for w, tool in ((8, "off"), (8, "guard"), (8, "control"), (16, "off"), (16, "guard"))
         for c in (1, 8, 32)
     }
-    assert all(row["blocks"] == 4 and row["tokens_per_s"] > 0 for row in mine)
+    assert all(row["blocks"] == (2 if row["tool"] == "control" else 4) for row in mine)
+    assert all(row["tokens_per_s"] > 0 for row in mine)
     assert all(row["accept_length"] == 4 and row["steps_to_off"] == 1 for row in mine)
     assert {row["ratio_to_off"] for row in mine if row["tool"] == "off"} == {1.0}
     assert list(result["failed"]) == ["w16-kv_canary"]
@@ -318,3 +323,58 @@ def test_statistics() -> None:
     assert overhead.paired([1.1, 1 / 1.1, 1.2]) == [pytest.approx(1.0)]  # a round without its other
     assert overhead.percentile([float(v) for v in range(1, 101)], 0.99) == 99.0
     assert overhead.percentile([], 0.99) is None
+
+
+class Streams:
+    """An engine whose streams give a chunk of so many tokens every so many seconds, by a clock."""
+
+    def __init__(self, chunks: list[tuple[float, int, int, int]]) -> None:
+        self.chunks, self.now = chunks, 0.0
+
+    async def async_generate(self, input_ids: Any, sampling_params: Any, stream: bool) -> Any:
+        async def made() -> Any:
+            for when, index, tokens, steps in self.chunks:
+                self.now = when
+                meta = {"completion_tokens": tokens, "spec_verify_ct": steps}
+                yield {"index": index, "meta_info": meta}
+
+        return made()
+
+
+def test_a_block_measures_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the moment when all streams have begun and their last token."""
+    engine = Streams([(1.0, 0, 1, 0), (3.0, 1, 1, 0), (3.5, 0, 5, 1), (3.5, 1, 4, 1),
+                      (4.0, 0, 9, 2), (5.0, 1, 9, 2)])  # fmt: skip
+    serving = _module("serving")
+    monkeypatch.setattr(serving.time, "perf_counter", lambda: engine.now)
+    found = asyncio.run(serving.block(engine, 2, 9, warm_s=0.0))
+    assert found["tokens_per_s"] == pytest.approx((4 + 3 + 4 + 5) / 2.0)
+    assert (found["tokens"], found["steps"], found["took_s"]) == (18, 4, 2.0)
+    assert found["step_s"] == pytest.approx(1.0)
+
+
+def test_processors_are_shared_out_by_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    overhead = _module("server_overhead")
+    monkeypatch.setattr(overhead, "_siblings", lambda cpu: f"{cpu % 8}")
+    scheduler, engine, waiting = overhead.shares(range(16))
+    assert scheduler == [0, 8]
+    assert waiting == [6, 14, 7, 15]
+    assert engine == [1, 9, 2, 10, 3, 11, 4, 12, 5, 13]
+    assert overhead.shares([0, 1, 2, 8, 9, 10]) == ([], [], [])
+
+
+def test_the_members_of_an_engine_are_what_it_has_started() -> None:
+    serving = _module("serving")
+    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '30']); time.sleep(30)"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        for _ in range(200):
+            found = serving.members(child.pid)
+            if len(found) == 2:
+                break
+            time.sleep(0.05)
+        assert [name.startswith("sleep") for name in found.values()] == [False, True]
+        assert os.getpid() not in found
+    finally:
+        os.killpg(child.pid, 9)
+        child.wait()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ddtree_guard.device.before import Before
 from ddtree_guard.device.operands import (
     Buffers,
     Decision,
@@ -76,10 +77,18 @@ class DeviceCheck:
         return verify_operands(self.state, self.slots, buffers, shape, tile, pack)
 
     def bind_table(
-        self, buffers: Buffers, shape: Shape, table: Tensor, rows: Tensor, **limits: int | None
+        self, buffers: Buffers, shape: Shape, table: Tensor, rows: Tensor, **more: Any
     ) -> Operands:
         """Operands of K3 and K4 for the eager pre-replay hook."""
-        return table_operands(self.state, self.slots, buffers, shape, table, rows, **limits)
+        return table_operands(self.state, self.slots, buffers, shape, table, rows, **more)
+
+    def bind_before(self, buffers: Buffers, shape: Shape, table: Tensor, rows: Tensor) -> Before:
+        """What writes bs and the trees as well, in the same launch."""
+
+        def operands(trees: int, given: tuple[Tensor, ...]) -> Operands:
+            return self.bind_table(buffers, shape, table, rows, trees=trees, given=given)
+
+        return Before(operands, shape.w)
 
     def bind_outcome(self, buffers: Buffers, shape: Shape, decision: Decision) -> Operands:
         """Operands that close a step with rules A1 to A3."""

@@ -6,7 +6,8 @@ already see is wrong, and the argument tuple, so that a launch is one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,10 +15,12 @@ import torch
 import triton
 
 from ddtree_guard.config import Depth
-from ddtree_guard.device.edges import close_kernel, table_kernel
-from ddtree_guard.device.kernel import verify_kernel
+from ddtree_guard.device.call import Call, bind
+from ddtree_guard.device.edges import CLOSE_ARGS, LINKS, NO_TREES, before_kernel, close_kernel
+from ddtree_guard.device.kernel import VERIFY_ARGS, verify_kernel
 from ddtree_guard.device.protocol import BITS, HAS_BITS
 from ddtree_guard.device.ring_program import programs_of
+from ddtree_guard.device.tree import sizes_for
 from ddtree_guard.errors import UsageError
 from ddtree_guard.step import Contract
 
@@ -35,6 +38,11 @@ _NEEDS = {
     "T1": ("tree",), "T2": ("tree",), "T3": ("links",), "T4": ("tree",), "T6": ("tree",),
     "P1": ("positions", "tree"), "K1": ("out_cache_loc",), "K2": ("out_cache_loc",),
 }  # fmt: skip
+_TREES = ("sizes", "parents", "depths")
+_ARGS = {name: at for at, name in enumerate(VERIFY_ARGS)}
+# what lies elsewhere in each eager step, of `Buffers`
+MOVING = ("lens", "qo_indptr", "kv_indptr", "mask_indptr", "mask", "tokens", "positions",
+          "out_cache_loc", "kv_indices")  # fmt: skip
 _MASK_RULES = frozenset({"M1", "M2", "M3", "M4", "M6"})
 
 
@@ -131,50 +139,9 @@ class Operands:
     """One bound launch. `rules` are the ids that it covers; `launch()` queues it."""
 
     rules: tuple[str, ...]
-    launch: Callable[[], None]
+    launch: Call
     keep: tuple[Any, ...] = ()
     bytes_read: int = 0
-
-
-def bind(
-    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int,
-    registers: int = 0, **meta: Any,
-) -> Any:  # fmt: skip
-    """A zero-argument launch of `kernel`, compiled now, that keeps its tensors alive.
-
-    On CUDA the compiled kernel is called directly with raw addresses: Triton's own launch path
-    looks up specialisations in Python on each call, which costs more than the launch.
-    """
-    if not hasattr(kernel, "device_caches"):  # the interpreter
-        return lambda: kernel[grid](*args, **meta)
-    compiled = _compiled(kernel, grid, args, warps, registers, meta)
-    run = compiled.run  # loads the module; `function` is set after that
-    head = (compiled.function, compiled.packed_metadata, None, None, None)
-    raw = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-    tail = (*head, *raw, *(meta[name] for name in kernel.arg_names[len(args) :]))
-    index = args[0].device.index or 0
-    stream, (x, y) = torch._C._cuda_getCurrentRawStream, grid
-    # `keep`: the addresses in `tail` are valid only while somebody holds their tensors.
-    return lambda keep=args: run(x, y, 1, stream(index), *tail)
-
-
-_COMPILED: dict[Any, Any] = {}
-
-
-def _compiled(
-    kernel: Any, grid: tuple[int, int], args: tuple[Any, ...], warps: int, registers: int,
-    meta: Mapping[str, Any],
-) -> Any:  # fmt: skip
-    """The compiled kernel for arguments of these types, whose values it does not depend on.
-
-    Triton's own look-up takes longer than the launch, and an eager step binds anew.
-    """
-    types = tuple(a.dtype if isinstance(a, torch.Tensor) else -(2**31) <= a < 2**31 for a in args)
-    key = (kernel, args[0].device, types, warps, registers, *meta.values())
-    if key not in _COMPILED:
-        options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
-        _COMPILED[key] = kernel.warmup(*args, grid=grid, **options, **meta)
-    return _COMPILED[key]
 
 
 def verify_operands(
@@ -216,31 +183,63 @@ def verify_operands(
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 
 
+def moved_verify(
+    operands: Operands, arrays: tuple[Tensor, ...], shape: Shape, spare: Tensor
+) -> None:
+    """The same launch for `arrays`, by MOVING, of the same kinds that lie elsewhere. The caller
+    keeps them alive. Raises UsageError for arrays too short for the launch.
+    """
+    least = _least(shape.lanes, shape.w, shape.sections)
+    for name, array in zip(MOVING, arrays, strict=True):
+        if array is not None and (array.numel() < least[name] or not array.is_contiguous()):
+            raise _unfit(name, array, least[name], shape)
+    lens, qo, kv, mi, mask, tokens, positions, out, kvi = (
+        spare if array is None else array for array in arrays
+    )
+    operands.launch.put(_ARGS["lens"], (lens, qo, kv, mi))
+    operands.launch.put(_ARGS["mask"], (mask, tokens))
+    operands.launch.put(_ARGS["positions"], (positions, out, kvi))
+    sizes = (0 if array is None else array.numel() for array in (arrays[4], arrays[8]))
+    operands.launch.put(_ARGS["mask_numel"], tuple(sizes))
+
+
 def table_operands(
     state: Tensor, slots: Tensor, buffers: Buffers, shape: Shape, table: Tensor, rows: Tensor,
-    row_width: int | None = None, reserve: int | None = None,
+    row_width: int | None = None, reserve: int | None = None, trees: int = NO_TREES,
+    given: tuple[Tensor, ...] = (),
 ) -> Operands:  # fmt: skip
-    """Bind `table_kernel`: K3, and K4 where kv_indices are there.
+    """Bind `before_kernel`: K3, and K4 where kv_indices are there; with `trees` (LINKS or PARENTS)
+    it fills the trees from the three tensors `given`.
 
-    `table` is req_to_token (rows, columns); `rows` (BS,) its row per lane.
+    `table` is req_to_token (rows, columns); `rows` (BS,) its row per lane. The first arguments are
+    those that a step may change: `given`, bs (-1: read from `live_count`), and `moving`.
     """
     _require_sizes(buffers, shape)
-    has = _present(buffers, shape)
+    has, kvi = _present(buffers, shape), buffers.kv_indices
     rules = ("K3", "K4") if "kv_indices" in has else ("K3",)
-    kvi = buffers.kv_indices
     room = _FAR if row_width is None or reserve is None else row_width - reserve
-    spare = state
+    chunks = max(1, min(64, triton.cdiv(table.shape[1], 2048)))
     args = (
-        state, slots, buffers.live_count, buffers.lens, _or(buffers.kv_indptr, spare),
-        _or(kvi, spare), buffers.out_cache_loc, _or(buffers.sizes, spare), table, rows,
-        shape.w, shape.w if shape.contract.kv_includes_draft else 0, bit_set(rules), 2048,
-        0 if kvi is None else kvi.numel(), *table.shape, table.stride(0), room, shape.reserved,
+        *(given or (state,) * 3), -1,
+        *moving(buffers.lens, buffers.kv_indptr, kvi, buffers.out_cache_loc, rows, state),
+        state, slots, buffers.live_count, *(_or(getattr(buffers, n), state) for n in _TREES),
+        table, shape.w, shape.w if shape.contract.kv_includes_draft else 0, bit_set(rules),
+        512 * triton.cdiv(table.shape[1], 512 * chunks), *table.shape, table.stride(0), room,
+        shape.reserved,
     )  # fmt: skip
-    grid = (shape.lanes, max(1, min(64, triton.cdiv(table.shape[1], 2048))))
-    args = (*args[:13], 512 * triton.cdiv(table.shape[1], 512 * grid[1]), *args[14:])
     has_bits = sum(HAS_BITS[name] for name in has & {"tree", "kv_indices"})
-    launch = bind(table_kernel, grid, args, 4, HAS=has_bits, COLS=512)
+    sizes = sizes_for(shape.w) if trees == LINKS else {"W": 1, "ROUNDS": 1}
+    grid = (shape.lanes, chunks + (trees != NO_TREES))
+    launch = bind(before_kernel, grid, args, 4, HAS=has_bits, COLS=512, TREES=trees, **sizes)
     return Operands(rules, launch, args)
+
+
+def moving(
+    lens: Tensor, kv_indptr: Tensor, kv_indices: Tensor, out: Tensor, rows: Tensor, spare: Tensor
+) -> tuple[Any, ...]:
+    """The arguments of `before_kernel` that lie elsewhere in each eager step."""
+    count = 0 if kv_indices is None else kv_indices.numel()
+    return lens, _or(kv_indptr, spare), _or(kv_indices, spare), out, rows, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,16 +265,16 @@ def close_operands(
     """Bind `close_kernel`, with rules A1 to A3 where a decision is given."""
     most = shape.w if shape.depth_max is None else shape.depth_max + 1
     if decision is None or buffers.tokens is None:
-        args = (state, slots, *(state,) * 9, shape.w, 1, most, 0, 0)
+        args = (*(state,) * 4, state, slots, *(state,) * 5, shape.w, 1, most, 0, 0)
         launch = bind(close_kernel, (1, 1), args, 1, HAS=0, PATH=1, COLS=128)
         return Operands((), launch, args)
     rules = ("A1", "A2", "A3")
     zeros = torch.zeros(shape.lanes, dtype=torch.int64, device=state.device)
     path = decision.accept.shape[-1]
     args = (
-        state, slots, buffers.live_count, buffers.tokens, buffers.parents, buffers.sizes,
-        decision.predict, decision.accept, decision.lens, _or(decision.cut, zeros),
-        _or(decision.greedy, zeros + 1), shape.w, path, most,
+        decision.predict, decision.accept, decision.lens, _or(decision.greedy, zeros + 1), state,
+        slots, buffers.live_count, buffers.tokens, buffers.parents, buffers.sizes,
+        _or(decision.cut, zeros), shape.w, path, most,
         shape.w if decision.global_rows else 0, bit_set(rules),
     )  # fmt: skip
     launch = bind(
@@ -283,6 +282,15 @@ def close_operands(
         PATH=triton.next_power_of_2(path), COLS=128,
     )  # fmt: skip
     return Operands(rules, launch, args)
+
+
+def moved_close(operands: Operands, decided: tuple[Tensor, ...], tokens: Tensor) -> None:
+    """The same end of a step for another `predict`, `accept`, `lens` and `greedy` of the same
+    kinds; and for other `tokens`, unless None. The caller keeps them alive.
+    """
+    operands.launch.put(0, decided)
+    if tokens is not None:
+        operands.launch.put(CLOSE_ARGS.index("tokens"), (tokens,))
 
 
 def bit_set(rules: tuple[str, ...]) -> int:
@@ -394,18 +402,27 @@ def _require_sizes(buffers: Buffers, shape: Shape) -> None:
             f"the device check handles 1 to {MAX_LANES} requests of 1 to {MAX_W} rows; this launch "
             f"has {lanes} of {w}. Turn the guard off for it or check it on the host."
         )
-    needed = dict.fromkeys((f.name for f in fields(Buffers)), lanes * w)
-    needed |= {"live_count": 1, "lens": lanes, "sizes": lanes, "row_stride": lanes}
-    needed |= dict.fromkeys(("qo_indptr", "kv_indptr", "mask_indptr"), lanes + 1)
-    needed |= {"mask": 0, "kv_indices": 0, "positions": shape.sections * lanes * w}
-    for name, least in needed.items():
+    for name, least in _least(lanes, w, shape.sections).items():
         value = getattr(buffers, name)
         if value is None:
             continue
         if value.numel() < least or not value.is_contiguous():
-            raise UsageError(
-                f"{name} must be contiguous and hold at least {least} elements for {lanes} "
-                f"requests of {w} rows; it has shape {tuple(value.shape)}. Check it on the host."
-            )
+            raise _unfit(name, value, least, shape)
         if value.is_floating_point():
             raise UsageError(f"{name} must hold integers; it holds {value.dtype}.")
+
+
+def _unfit(name: str, value: Tensor, least: int, shape: Shape) -> UsageError:
+    return UsageError(
+        f"{name} must be contiguous and hold at least {least} elements for {shape.lanes} requests "
+        f"of {shape.w} rows; it has shape {tuple(value.shape)}. Check it on the host."
+    )
+
+
+@functools.lru_cache(256)
+def _least(lanes: int, w: int, sections: int) -> dict[str, int]:
+    """Fewest elements of each of `Buffers`."""
+    needed = dict.fromkeys((f.name for f in fields(Buffers)), lanes * w)
+    needed |= {"live_count": 1, "lens": lanes, "sizes": lanes, "row_stride": lanes}
+    needed |= dict.fromkeys(("qo_indptr", "kv_indptr", "mask_indptr"), lanes + 1)
+    return needed | {"mask": 0, "kv_indices": 0, "positions": sections * lanes * w}

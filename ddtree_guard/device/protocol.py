@@ -5,7 +5,7 @@ of `verify_kernel`; [3] launches of `close_kernel`. `slots` is int64 [4, WORDS];
 `B % 4` while it is open. Words:
     0 magic, 1 step counter, 2 rule bits, 3 launches, 4 live requests, 5 launches of `close_kernel`,
     8+k first offender of bit k
-`verify_kernel` and `table_kernel` read B and never write it; program (0, 0) of `verify_kernel`
+`verify_kernel` and `before_kernel` read B and never write it; program (0, 0) of `verify_kernel`
 writes A = B + 1. `close_kernel` reads A and never writes it; its program 0 writes magic and counter
 into the open slot, clears the next one and sets B = A. So no word is read and written by different
 programs of one launch, and stream order does the rest: there is no ticket, no fence and no

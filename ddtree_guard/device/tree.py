@@ -1,4 +1,4 @@
-"""Parents and depths from SGLang's left-child right-sibling links, in one small launch.
+"""Parents and depths from SGLang's left-child right-sibling arrays, on the device.
 
 Rows are walked by pointer doubling, so the time grows with log2(w), not with w: a first child
 gets its parent from the child link, later children through the sibling that points at them.
@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
+_constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
+cROWS = _constant(16)  # links that a pass reads
+
 
 @triton.jit
-def parents_kernel(
-    child: tl.tensor, sibling: tl.tensor, parents: tl.tensor, depths: tl.tensor, w: tl.int32,
-    W: tl.constexpr, ROUNDS: tl.constexpr, ROWS: tl.constexpr,
+def parents_of_links(
+    child: tl.tensor, sibling: tl.tensor, parents: tl.tensor, depths: tl.tensor, lane: tl.tensor,
+    w: tl.tensor, W: tl.constexpr, ROUNDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Grid (requests,). Links that lead backwards or out of the tree are not followed."""
-    lane = tl.program_id(0).to(tl.int64)
+    """One request, in one program. Links backwards or out of the tree are not followed."""
     node = tl.arange(0, W)
     first = tl.full([W], -1, tl.int32)
     before = tl.full([W], -1, tl.int32)
-    for start in range(0, w, ROWS):
-        rows = start + tl.arange(0, ROWS)
+    for start in range(0, w, cROWS):
+        rows = start + tl.arange(0, cROWS)
         down = tl.load(child + lane * w + rows, mask=rows < w, other=-1).to(tl.int32)
         side = tl.load(sibling + lane * w + rows, mask=rows < w, other=-1).to(tl.int32)
         down = tl.where((down > rows) & (down < w), down, -1)
@@ -49,37 +50,26 @@ def parents_kernel(
     tl.store(depths + lane * w + node, depth, mask=node < w)
 
 
-class ParentsOf:
-    """Fills `parents` and `depths` (lanes, w) int32 from links, anew in each step.
+@triton.jit
+def parents_kernel(
+    child: tl.tensor, sibling: tl.tensor, parents: tl.tensor, depths: tl.tensor, w: tl.int32,
+    W: tl.constexpr, ROUNDS: tl.constexpr,
+) -> None:  # fmt: skip
+    """The same on its own. Grid (requests,)."""
+    parents_of_links(
+        child, sibling, parents, depths, tl.program_id(0).to(tl.int64), w, W, ROUNDS
+    )  # fmt: skip
 
-    The links are other tensors in every step, so the compiled kernel is called with their
-    addresses; an address that is not aligned as the compiled code assumes takes Triton's own path.
+
+def sizes_for(w: int) -> dict[str, int]:
+    """The constexpr arguments for trees of w rows."""
+    size = triton.next_power_of_2(max(w, 2))
+    return {"W": size, "ROUNDS": size.bit_length() - 1}
+
+
+def fill_parents(parents: Any, depths: Any, child: Any, sibling: Any, bs: int) -> None:
+    """Fill the first `bs` lanes of `parents` and `depths` (lanes, w) int32 from links (bs, w) of
+    integers, contiguous. Queued on the current stream.
     """
-
-    def __init__(self, parents: Any, depths: Any) -> None:
-        self.parents, self.depths = parents, depths
-        self.w = int(parents.shape[1])
-        size = triton.next_power_of_2(max(self.w, 2))
-        self._meta = {"W": size, "ROUNDS": size.bit_length() - 1, "ROWS": 16}
-        self._own = (parents.data_ptr(), depths.data_ptr())
-        self._aligned = all(pointer % 16 == 0 for pointer in self._own)
-        self._index = parents.device.index or 0
-        self._compiled: dict[Any, Any] = {}
-
-    def __call__(self, child: Any, sibling: Any, bs: int) -> None:
-        """Queue the launch for the first `bs` lanes; links (bs, w) of integers, contiguous."""
-        args = (child, sibling, self.parents, self.depths, self.w)
-        one, two = child.data_ptr(), sibling.data_ptr()
-        aligned = self._aligned and one % 16 == 0 == two % 16
-        if not aligned or not hasattr(parents_kernel, "device_caches"):
-            parents_kernel[(bs,)](*args, num_warps=4, **self._meta)
-            return
-        kind = (child.dtype, sibling.dtype)
-        if kind not in self._compiled:
-            code = parents_kernel.warmup(*args, grid=(bs,), num_warps=4, **self._meta)
-            run = code.run  # loads the module; `function` is set after that
-            head = (code.function, code.packed_metadata, None, None, None)
-            self._compiled[kind] = run, head, (*self._own, self.w, *self._meta.values())
-        run, head, tail = self._compiled[kind]
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        run(bs, 1, 1, stream, *head, one, two, *tail)
+    w = int(parents.shape[1])
+    parents_kernel[(bs,)](child, sibling, parents, depths, w, num_warps=4, **sizes_for(w))

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddtree_guard.device import edges, kernel, launch, protocol, tree
+from ddtree_guard.device import edges, kernel, launch, protocol
 
 
 class Dispatches(TorchDispatchMode):  # type: ignore[misc]
@@ -65,15 +65,14 @@ def launching_nothing() -> Iterator[Launches]:
         return 0
 
     with ExitStack() as stack:
-        for made in (kernel.verify_kernel, edges.close_kernel, edges.table_kernel,
-                     tree.parents_kernel):  # fmt: skip
+        for made in (kernel.verify_kernel, edges.close_kernel, edges.before_kernel):
             stack.enter_context(mock.patch.object(made, "device_caches", {}, create=True))
             stack.enter_context(mock.patch.object(made, "warmup", compiled, create=True))
         patches: tuple[Any, ...] = (
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", stream, create=True),
             mock.patch.object(launch, "_raw_stream", stream),
             mock.patch.object(torch.cuda, "current_stream", return_value=None),
-            mock.patch("ddtree_guard.device.operands._COMPILED", {}),
+            mock.patch("ddtree_guard.device.call._COMPILED", {}),
         )
         for patch in patches:
             stack.enter_context(patch)

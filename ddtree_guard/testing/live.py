@@ -42,7 +42,7 @@ def _before(owner: Any, name: str, change: Any, plan: dict[str, Any]) -> None:
     method = getattr(owner, name)
 
     def planted(record: Any, *rest: Any) -> None:
-        view = rest[0] if rest else record.view
+        view = (rest[0] if rest else record.view).complete()
         if _due(plan, record, view):
             try:
                 changed = change(plan["rule"], record, view)

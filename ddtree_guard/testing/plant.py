@@ -71,7 +71,7 @@ def plant(rule: str, view: View, request: int | None = None) -> tuple[str, ...]:
     `request` defaults to the last one. Raises UsageError where the fault changes something that
     is not a tensor of this launch.
     """
-    step = adapter_for(type(view.backend)).read_step(view)
+    step = adapter_for(type(view.backend)).read_step(view.complete())
     target = step.bs - 1 if request is None else request
     return write(step, FAULTS[rule](step, target).step, view, rule)
 

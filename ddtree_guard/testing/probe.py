@@ -80,45 +80,104 @@ def _asked(target: Path) -> list[str]:
 class Stopwatch:
     """Host time of a guard's own code, by site and number of requests, and of whole steps: from
     one `begin` to the next. Its own calls of the clock are in the steps, not in the sites.
+
+    The host waits for the GPU once a step: its longest wait. What the guard does between the end of
+    that and the moment at which the target's forward pass is queued is paid in full. What it does
+    behind that is hidden by the GPU's own work, as long as the host has to wait at all: `wait` is
+    for how long. A step of SLACK_US or less of it pays for everything.
     """
 
     SITES = ("begin", "built", "accepted", "end", "resolve", "commit")
+    SLACK_US = 30.0
 
     def __init__(self, guard: Any) -> None:
         self._times: dict[tuple[int, str], deque[float]] = {}
         self._bs, self._last = 0, 0
+        self._behind = self._before = 0.0  # in sites since the pass was queued, since the wait
+        self._wait = 0.0  # the longest one since the pass was queued
+        self._thread = threading.main_thread().ident
         for name in self.SITES:
             setattr(guard, name, self._timed(name, getattr(guard, name)))
         told = guard.flight.accepted
         guard.flight.accepted = self._timed("told", told)
+        torch = sys.modules["torch"]
+        for owner, name in ((torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"),
+                            (torch.Tensor, "cpu")):  # fmt: skip
+            setattr(owner, name, self._waits(getattr(owner, name)))
+        self._guard, self._watched = guard, False
+
+    def _watch(self) -> None:
+        """See the target's forward passes, once there is a target."""
+        self._watched = True
+        for runner, _ in self._guard.backends():
+            if not runner.is_draft_worker:
+                runner.forward = self._queued(runner.forward)
+                break
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def timed(*args: Any) -> Any:
             begun = time.perf_counter_ns()
             if name == "begin":
+                if not self._watched:
+                    self._watch()
                 self._step(begun, len(getattr(args[0], "reqs", None) or ()))
             begun = time.perf_counter_ns()
             try:
                 return call(*args)
             finally:
-                self._keep(name, time.perf_counter_ns() - begun)
+                took = time.perf_counter_ns() - begun
+                self._before += took / 1000
+                self._keep(name, took)
 
         return timed
+
+    def _waits(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def waits(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return call(*args, **kwargs)
+            begun = time.perf_counter_ns()
+            result = call(*args, **kwargs)
+            took = (time.perf_counter_ns() - begun) / 1000
+            if took > self._wait:
+                self._wait = took
+                self._behind, self._before = self._behind + self._before, 0.0
+            return result
+
+        return waits
+
+    def _queued(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The target's forward pass, after which the GPU has something to do."""
+
+        @functools.wraps(call)
+        def queued(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            result = call(batch, *args, **kwargs)
+            if batch.forward_mode.is_target_verify():
+                hides = self._wait > self.SLACK_US
+                self._keep("paid", 1000 * (self._before + (0.0 if hides else self._behind)))
+                self._keep("hidden", 1000 * (self._behind if hides else 0.0))
+                self._keep("wait", 1000 * self._wait)
+            self._behind = self._before = self._wait = 0.0
+            return result
+
+        return queued
 
     def _step(self, now: int, bs: int) -> None:
         if bs == self._bs:
             self._keep("step", now - self._last)
         self._bs, self._last = bs, now
 
-    def _keep(self, name: str, ns: int) -> None:
+    def _keep(self, name: str, ns: float) -> None:
         key = (self._bs, name)
         if key not in self._times:
             self._times[key] = deque(maxlen=KEPT)
         self._times[key].append(ns / 1000)
 
     def table(self) -> dict[str, dict[str, Any]]:
-        """By number of requests and site: how many times, median, mean and 99th percentile."""
+        """By number of requests and site: how many times, median, mean and 99th percentile; and so
+        for `step`, and for `wait`, `paid` and `hidden` of a step.
+        """
         found: dict[str, dict[str, Any]] = {}
         for (bs, name), times in list(self._times.items()):
             held = sorted(times)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ddtree_guard.config import Depth
-from ddtree_guard.hooks import arm, device_checker
+from ddtree_guard.hooks import arm, launches
 from ddtree_guard.hooks.links import with_parents
 from ddtree_guard.step import Tree
 from ddtree_guard.testing.cases import SMALL, VerifyCase, grow_trees, small_case
@@ -158,14 +157,14 @@ def test_what_a_graph_checked_of_a_step_that_was_not_built_is_not_the_next_one_s
     _require_check_in_graph(guard)
     for _ in range(3):
         server.step()
-    fill = device_checker._fill
+    begin = launches.Launch.begin
 
-    def broken(trees: Any, view: Any) -> None:
-        monkeypatch.setattr(device_checker, "_fill", fill)
+    def broken(launch: Any, spec: Any, bs: int) -> None:
+        monkeypatch.setattr(launches.Launch, "begin", begin)
         raise RuntimeError("planted")
 
     _plant_next(guard, monkeypatch, "P1")
-    monkeypatch.setattr(device_checker, "_fill", broken)
+    monkeypatch.setattr(launches.Launch, "begin", broken)
     server.step()
     for _ in range(3):
         server.step()
@@ -173,19 +172,88 @@ def test_what_a_graph_checked_of_a_step_that_was_not_built_is_not_the_next_one_s
     assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (7, 6)
 
 
-def test_eager_steps_of_many_sizes_keep_arrays_of_the_last_ones(
+def test_a_replay_that_cannot_be_told_its_batch_costs_that_step_alone(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    server, guard = start(small_case("NGRAM", True))
+    _require_check_in_graph(guard)
+    for _ in range(3):
+        server.step()  # past the steps that are read to the host
+    begin = launches.Launch.begin
+
+    def broken(launch: Any, spec: Any, bs: int) -> None:
+        monkeypatch.setattr(launches.Launch, "begin", begin)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(launches.Launch, "begin", broken)
+    for _ in range(3):
+        server.step()
+    assert guard.fuses.faults == {"build": 1}
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (6, 5)
+    assert guard.coverage.skipped == {"the check failed": 1}
+    assert guard.coverage.findings == 0
+
+
+def test_eager_steps_of_a_kind_are_bound_once(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "EAGER", 2)
     server, guard = start(small_case("DDTREE", False))
     server.step()
-    (size,) = guard.checker._eager
-    kept = guard.checker._eager[size]
-    monkeypatch.setattr(device_checker, "EAGER", 3)
-    batch = SimpleNamespace(seq_lens=guard.checker.graphs.live_count, input_ids=None)
-    for lanes in range(10, 20):
-        guard.checker._eager_trees(lanes, size[1], batch, size[2])
-        assert guard.checker._eager_trees(*size[:2], None, size[2]) is kept
-    assert [key[0] for key in guard.checker._eager] == [18, 19, size[0]]
+    held = guard.checker._binder.eager
+    (first,) = held.values()
+    assert first.buffers.mask is None  # what grows with the context is not kept
+    server.step()
+    assert list(held.values()) == [first]
+    reqs = list(server.reqs)
+    for count in (2, 1, 3):
+        server.reqs = reqs[:count]
+        server.step()
+    assert [launch.shape.lanes for launch in held.values()] == [1, 3]
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (5, 5)
+    assert guard.coverage.findings == 0
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_walk_that_is_too_short_is_not_read(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, graph: bool
+) -> None:
+    """Its arrays are SGLang's own: past their ends lies memory of somebody else."""
+    server, guard = start(small_case("DDTREE", graph))
+    for _ in range(3):
+        server.step()  # past the steps that are read to the host
+    walked = server._walk
+
+    def short(inputs: Any) -> Any:
+        predict, lens, index = walked(inputs)
+        return predict[:-1], lens, index
+
+    monkeypatch.setattr(server, "_walk", short)
+    monkeypatch.setattr(server, "resolve", lambda result, batch: guard.resolve(result))
+    server.step()
+    monkeypatch.setattr(server, "_walk", walked)
+    server.step()
+    assert guard.fuses.faults == {"verify": 1}
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (5, 5)
+
+
+def test_a_replay_waits_for_what_the_device_needs_alone(start: Callable[..., Any]) -> None:
+    server, guard = start(small_case("NGRAM", True))
+    _require_check_in_graph(guard)
+    for _ in range(3):
+        server.step()  # past the steps that are read to the host
+    seen: list[tuple[bool, bool]] = []
+    replayed = server.replayed
+
+    def replay() -> None:
+        record = guard.current
+        seen.append((record.studied, record.view.late is None))
+        replayed()
+
+    server.replayed = replay
+    server.step()
+    assert seen == [(False, False)]
+    assert guard.coverage.steps_checked == 4
 
 
 def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., Any]) -> None:
@@ -230,7 +298,7 @@ def test_a_capture_does_not_lose_the_verdict_of_a_step_in_flight(
 def test_links_on_the_device_are_links_on_the_host(w: int, kind: str) -> None:
     import torch
 
-    from ddtree_guard.device.tree import ParentsOf
+    from ddtree_guard.device.tree import fill_parents
 
     case = VerifyCase(lens=(5, 6, 7), budget=w - 1, seed=w, kind=kind, block=w + 1)  # type: ignore[arg-type]
     tree = grow_trees(case)
@@ -242,7 +310,7 @@ def test_links_on_the_device_are_links_on_the_host(w: int, kind: str) -> None:
     parents = torch.full((4, w), 9, dtype=torch.int32)
     depths = torch.full((4, w), 9, dtype=torch.int32)
     links = (tree.retrieve_next_token, tree.retrieve_next_sibling)
-    ParentsOf(parents, depths)(*(torch.from_numpy(link) for link in links), 3)
+    fill_parents(parents, depths, *(torch.from_numpy(link) for link in links), 3)
     assert np.array_equal(parents[:3].numpy(), want.parents)
     assert np.array_equal(depths[:3].numpy(), want.depths)
     assert (parents[3] == 9).all()

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from ddtree_guard.attention.shadow import prefix_kernel, shadow_kernel
 from ddtree_guard.ddtree import tree_kernel, verify_kernel
-from ddtree_guard.device import kernel as device
+from ddtree_guard.device import edges, kernel as device
 from ddtree_guard.device.protocol import HAS_BITS
 from ddtree_guard.device.ring_program import PACKED
 from ddtree_guard.device.tree import parents_kernel
@@ -45,8 +45,20 @@ build(tree_kernel._search_kernel, {"ROWS": 1024, "PADDED": 2048}, num_warps=4)
 build(tree_kernel._mask_kernel, {"COLUMNS": 256, "LANES": 16, "WITH_MASK": True})
 build(verify_kernel._walk_kernel, {"PADDED": 32, "COLUMNS": 8})
 build(verify_kernel._move_kernel, {"COLUMNS": 8, "TILE": 1024})
-build(parents_kernel, {"W": 16, "ROUNDS": 4, "ROWS": 16})
-build(parents_kernel, {"W": 2048, "ROUNDS": 11, "ROWS": 16})
+build(parents_kernel, {"W": 16, "ROUNDS": 4})
+build(parents_kernel, {"W": 2048, "ROUNDS": 11})
+EDGES = dict.fromkeys(("one", "two", "three", "kvi", "out", "pool_rows", "lens"), "*i64")
+EDGES |= dict.fromkeys(("state", "slots", "tokens"), "*i64")
+EDGES |= dict.fromkeys(("kv", "live_count", "sizes", "parents", "depths", "table"), "*i32")
+EDGES |= dict.fromkeys(("predict", "accept", "accept_lens", "greedy", "cut"), "*i32")
+EDGES |= dict.fromkeys(("kvi_numel", "chunk", "table_rows", "table_cols", "table_stride"), "i64")
+EDGES |= dict.fromkeys(("room", "reserved", "most"), "i64")
+KNOWN = HAS_BITS["tree"] | HAS_BITS["kv_indices"]
+for trees, width, rounds in ((0, 1, 1), (1, 8, 3), (1, 2048, 11), (2, 1, 1)):
+    constants = {"HAS": KNOWN, "COLS": 512, "TREES": trees, "W": width, "ROUNDS": rounds}
+    build(edges.before_kernel, constants, EDGES, num_warps=4)
+for has, path in ((0, 1), (HAS_BITS["outcome"], 16)):
+    build(edges.close_kernel, {"HAS": has, "PATH": path, "COLS": 128}, EDGES, num_warps=1)
 for pack in (0, sum(PACKED.values())):
     constants = {"HAS": EVERYTHING, "RING": pack, **TILE}
     build(device.verify_kernel, constants, CHECKED, num_warps=4, maxnreg=64)

@@ -1,0 +1,207 @@
+"""What the device checks of a step: bound once for a captured graph, or for a kind of eager step.
+
+An eager step of a kind that was there before lies elsewhere in memory and is otherwise the same:
+its addresses are put into the launches of the first one.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ddtree_guard.config import Depth
+from ddtree_guard.device.before import Before
+from ddtree_guard.device.edges import LINKS, PARENTS
+from ddtree_guard.device.launch import DeviceCheck
+from ddtree_guard.device.operands import (
+    MAX_LANES,
+    Buffers,
+    Decision,
+    Operands,
+    Shape,
+    moved_close,
+    moved_verify,
+    moving,
+)
+from ddtree_guard.errors import IncompatibleError, UsageError
+from ddtree_guard.hooks.contracts import contract_of
+from ddtree_guard.hooks.device import buffers_of_backend
+from ddtree_guard.hooks.facts import Facts, facts_of
+from ddtree_guard.hooks.observe import verify_width
+from ddtree_guard.hooks.record import Walk
+from ddtree_guard.hooks.view import View, lanes_of
+
+EAGER = 32  # kinds of eager steps that are kept
+ROWS = ("input_ids", "positions", "out_cache_loc")
+_BUILT = operator.attrgetter("qo_indptr", "kv_indptr", "mask_indptr", "custom_mask", "kv_indices")
+
+
+@dataclass(slots=True)
+class Launch:
+    """The bound launches of one captured batch size, or of one kind of eager step. `kind` is the
+    runtime state and the path; `recorded`: the graph holds the check, else it is launched before
+    the replay; `pack` is what it packs for the recorder, see hooks/tape.py.
+    """
+
+    shape: Shape
+    buffers: Buffers
+    verify: Operands
+    before: Before
+    kind: tuple[str, str]
+    chain: bool
+    recorded: bool = False
+    pack: Any = None
+    tokens: Any = None  # of this step, where they lie elsewhere in each
+    closes: dict[Any, Operands] = field(default_factory=dict)
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """What the launches before the walk decide."""
+        return (*self.verify.rules, *self.before.rules)
+
+    def begin(self, spec: Any, bs: int) -> None:
+        """Queue what comes before the check: how many requests are live, their trees, and their
+        slots beside the table.
+        """
+        if self.chain:
+            self.before(bs)
+            return
+        parents = getattr(spec, "parents", None)
+        if parents is not None:
+            self.before(bs, PARENTS, parents, spec.depths, spec.tree_sizes)
+            return
+        child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
+        if child is None or sibling is None:
+            raise IncompatibleError(
+                f"expected {type(spec).__name__} to hold parents or links, found neither; "
+                "register an adapter for it."
+            )
+        self.before(bs, LINKS, child, sibling, sibling)
+
+    def outcome(self, check: DeviceCheck, walk: Walk | None) -> Operands | None:
+        """The end of the step for this walk; None where no walk was seen."""
+        if walk is None or walk.index is None:
+            return None
+        decided = (walk.predict, walk.index, walk.lens)
+        kind = (walk.index.shape[1], walk.global_rows, *[part.dtype for part in decided])
+        bound = self.closes.get(kind)
+        if bound is None:
+            decision = Decision(*decided, greedy=_flags(check)[1], global_rows=walk.global_rows)
+            bound = self.closes[kind] = check.bind_outcome(self.buffers, self.shape, decision)
+        self._require(walk)
+        moved_close(bound, (*decided, _flags(check)[walk.greedy]), self.tokens)
+        return bound
+
+    def _require(self, walk: Walk) -> None:
+        bs = walk.lens.shape[0]
+        if (
+            bs > self.shape.lanes
+            or walk.predict.shape[0] < bs * self.shape.w
+            or walk.index.shape[0] != bs
+            or not (walk.index.is_contiguous() and walk.predict.is_contiguous())
+        ):
+            raise UsageError(
+                f"a walk of {bs} requests of {self.shape.w} rows was expected, found "
+                f"{walk.predict.shape[0]} tokens and paths of shape {tuple(walk.index.shape)}."
+            )
+
+
+_FLAGS: dict[Any, tuple[Any, Any]] = {}
+
+
+def _flags(check: DeviceCheck) -> tuple[Any, Any]:
+    """0 and 1 for every request, on the device."""
+    held = _FLAGS.get(check.device)
+    if held is None:
+        zeros = torch.zeros(MAX_LANES, dtype=torch.int32, device=check.device)
+        held = _FLAGS[check.device] = zeros, torch.ones_like(zeros)
+    return held
+
+
+class Binder:
+    """Binds launches on one device. `tape` is the flight recorder's, where there is one."""
+
+    def __init__(self, check: DeviceCheck, live_count: Any, depth: Depth) -> None:
+        self.check, self.live_count, self.depth = check, live_count, depth
+        self.eager: dict[Any, Launch] = {}
+        self._facts: dict[type, Facts] = {}  # to look at a class takes longer than the rest
+
+    def graph(self, view: View, tape: Any) -> Launch:
+        """The launches of a captured batch size."""
+        return self._bind(view.complete(), tape)
+
+    def step(self, view: View, tape: Any) -> Launch:
+        """The launches of an eager step."""
+        backend, batch = view.backend, view.batch
+        meta = backend.forward_metadata
+        qo, kv, mi, mask, kvi = _BUILT(meta)
+        rows = batch.input_ids, batch.positions, batch.out_cache_loc
+        arrays = (batch.seq_lens, qo, kv, mi, mask, *rows, kvi)  # by `operands.MOVING`
+        key = (
+            id(backend), lanes_of(batch), meta.max_extend_len, batch.req_pool_indices.dtype,
+            verify_width(backend, view.runner, self._facts_of(type(backend)), batch.spec_info),
+            mask is not None and mask.data_ptr() % 16, *[part.shape[-1] for part in rows],
+            *[None if part is None else part.dtype for part in arrays],
+        )  # fmt: skip
+        held = None if self.depth is Depth.FULL else self.eager.pop(key, None)
+        if held is None:
+            held = self._bind(view.complete(), tape)
+            # nothing of this step is held for longer than it takes
+            held.verify = replace(held.verify, keep=())
+            held.buffers = replace(held.buffers, mask=None, kv_indices=None)
+        if self.depth is not Depth.FULL:
+            self.eager[key] = held
+            if len(self.eager) > EAGER:
+                del self.eager[next(iter(self.eager))]
+        spare = self.check.state
+        moved_verify(held.verify, arrays, held.shape, spare)
+        held.before.moved = moving(
+            batch.seq_lens, kv, kvi, batch.out_cache_loc, batch.req_pool_indices, spare
+        )
+        held.tokens = batch.input_ids
+        return held
+
+    def _facts_of(self, backend_class: type) -> Facts:
+        if backend_class not in self._facts:
+            self._facts[backend_class] = facts_of(backend_class)
+        return self._facts[backend_class]
+
+    def _bind(self, view: View, tape: Any) -> Launch:
+        backend, batch, runner = view.backend, view.batch, view.runner
+        facts = self._facts_of(type(backend))
+        metadata = view.metadata or backend.forward_metadata
+        w = verify_width(backend, runner, facts, batch.spec_info)
+        algorithm = str(runner.server_args.speculative_algorithm or "")
+        lanes = lanes_of(batch)
+        shape = Shape(
+            lanes=lanes,
+            w=w,
+            contract=contract_of(algorithm, facts, view.path),
+            context=int(backend.max_context_len),
+            vocab=getattr(runner.model_config, "vocab_size", None),
+            pool=int(runner.token_to_kv_pool_allocator.size) + int(runner.page_size),
+            max_extend_len=int(metadata.max_extend_len),
+            rows={name: int(getattr(batch, name).shape[-1]) for name in ROWS},
+            window=runner.sliding_window_size is not None,
+            depth=self.depth,
+        )
+        trees = {"tokens": batch.input_ids, **_new_trees(lanes, w, batch.seq_lens.device)}
+        buffers = buffers_of_backend(metadata, batch, self.live_count, trees)
+        table = runner.req_to_token_pool.req_to_token
+        before = self.check.bind_before(buffers, shape, table, batch.req_pool_indices)
+        pack = None if tape is None else tape.pack(view, buffers, shape)
+        verify = self.check.bind(buffers, shape, pack=pack)
+        kind = (view.state, view.path)
+        return Launch(shape, buffers, verify, before, kind, shape.contract.chain, pack=pack)
+
+
+def _new_trees(lanes: int, w: int, device: Any) -> dict[str, Any]:
+    """Arrays of all lanes' trees: chains, until a step brings others."""
+    return {
+        "parents": torch.arange(-1, w - 1, dtype=torch.int32, device=device).repeat(lanes, 1),
+        "depths": torch.arange(w, dtype=torch.int32, device=device).repeat(lanes, 1),
+        "sizes": torch.full((lanes,), w, dtype=torch.int32, device=device),
+    }

@@ -1,0 +1,53 @@
+"""The step that the worker runs just now. Its record is made when somebody asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ddtree_guard.hooks.record import Record
+from ddtree_guard.hooks.view import View
+
+
+class Running:
+    """`batch` is the step's, while one runs; `queued` the backend, batch and launch of a replay of
+    which nothing else is known yet; `steps` counts steps, and is the id of the newest.
+
+    `view` makes the view of a launch. Other threads may ask `busy` only.
+    """
+
+    def __init__(self, view: Callable[[Record, Any, Any, str], View]) -> None:
+        self.view = view
+        self.batch: Any = None
+        self.queued: tuple[Any, Any, Any] | None = None
+        self.known: Record | None = None
+        self.steps = 0
+        self._named: tuple[list[Any], tuple[str, ...]] = ([], ())  # the newest ids, as text
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step runs."""
+        return self.batch is not None or self.known is not None
+
+    def record(self) -> Record | None:
+        """The record of the step that runs; None where none does."""
+        if self.known is None and self.batch is not None:
+            made = self.known = Record(self.steps, tuple(getattr(self.batch, "reqs", None) or ()))
+            if self.queued is not None:
+                backend, batch, made.ticket = self.queued
+                made.view = self.view(made, backend, batch, "graph")
+        return self.known
+
+    def set(self, record: Record | None) -> None:
+        """Another step runs than the worker has begun, or none any more."""
+        self.queued = self.batch = None
+        self.known = record
+
+    def names(self, record: Record) -> tuple[str, ...]:
+        """The ids of the step's requests, as text: the last step's where they are the same."""
+        if not record.rids:
+            ids = [req.rid for req in record.reqs]  # no requests: finished ones would live on
+            if ids != self._named[0]:
+                self._named = ids, tuple(map(str, ids))
+            record.rids = self._named[1]
+        return record.rids
