@@ -4,9 +4,10 @@
 
 Writes `device_check.json`: `environment`, `rows`, `targets`. The floor of a launch is the time to
 read its bytes once at the copy bandwidth measured here, plus one empty launch. GPU time in graphs
-is the difference between replays of a graph with k checks and without, divided by k. `gpu_us` takes
-turns with batches that together do not fit the L2 cache, as far as there is room; `hot_us` checks
-one batch again and again, as if just written by the kernels that build it.
+is the difference between replays of a graph with 6k launches and with k, divided by 5k, of the
+empty launch, too. `gpu_us` takes turns with batches that together do not fit the L2 cache, as far
+as there is room; `hot_us` checks one batch again and again, as if just written by the kernels that
+build it.
 """
 
 from __future__ import annotations
@@ -33,18 +34,16 @@ from ddtree_guard.config import Depth
 from ddtree_guard.device import operands as device_operands
 from ddtree_guard.device.kernel import VERIFY_ARGS, verify_kernel
 from ddtree_guard.device.launch import DeviceCheck
-from ddtree_guard.device.operands import Operands, Tile, bind, tile_for
+from ddtree_guard.device.operands import Operands, Tile, bind, pack_of, tile_for
 
 BATCHES, WIDTHS, CONTEXTS = (1, 8, 32, 128), (8, 17, 65, 257), (1024, 32768)
 L2_BYTES = 64 << 20
+MANY = 6
 TUNE = ((8, 17, 32768), (8, 65, 32768), (32, 257, 1024), (32, 257, 32768))
 TILES = [
     Tile(*tile)
     for tile in (
-        (16, 4, 4, 4, 0), (16, 4, 4, 4, 56), (16, 4, 4, 4, 64), (16, 4, 4, 4, 80),
-        (16, 8, 4, 4, 0), (16, 8, 4, 4, 64), (16, 8, 4, 4, 80), (16, 8, 2, 4, 64),
-        (16, 8, 4, 4, 72), (32, 8, 4, 4, 64), (32, 4, 4, 4, 64), (32, 4, 4, 4, 80),
-        (32, 8, 4, 4, 80), (32, 8, 4, 4, 0),
+        (64, 16), (64, 16, 4, 4, 4, 80), (64, 16, 4, 4, 4, 96), (64, 4), (64, 4, 4, 4, 4, 80),
     )
 ]  # fmt: skip
 
@@ -103,9 +102,12 @@ def _chain(loads: int, programs: int) -> dict[str, Any]:
 
 
 def graph_us(
-    launches: list[Callable[[], None]], copies: int = 20, repeats: int = 30
+    launches: list[Callable[[], None]], copies: int = 20, repeats: int = 10
 ) -> list[float]:
-    """GPU time of one launch in a graph: replays with `copies` launches minus replays without."""
+    """GPU time of one launch in a graph: replays with `MANY` times as many launches as `copies`
+    minus replays with `copies`. What a replay costs besides is not the same for all graphs, nor in
+    the first graphs of a process.
+    """
     turn = itertools.cycle(launches)
     anchor = torch.zeros(32, device="cuda")
 
@@ -113,13 +115,15 @@ def graph_us(
         anchor.add_(1)
 
     step()  # loaded before the capture
-    without = captured(step, step)
-    with_checks = captured(step, *(next(turn) for _ in range(copies)), step)
+    few, many = (
+        captured(step, *(next(turn) for _ in range(count)), step)
+        for count in (copies, MANY * copies)
+    )
     times = []
     for _ in range(7):
-        (base,) = gpu_us(without.replay, repeats, 1)
-        (full,) = gpu_us(with_checks.replay, repeats, 1)
-        times.append((full - base) / copies)
+        (base,) = gpu_us(few.replay, repeats, 1)
+        (full,) = gpu_us(many.replay, repeats, 1)
+        times.append((full - base) / ((MANY - 1) * copies))
     return times
 
 
@@ -159,7 +163,7 @@ def rows_of(bs: int, w: int, context: int, depth: Depth, floors: Floors, check: 
     }
     gpu = {
         "eager": gpu_us(lambda: next(turn)(), 10 * copies),
-        "graph": graph_us(launches, copies, 30 if size < 1 << 26 else 3),
+        "graph": graph_us(launches, copies, 10 if size < 1 << 26 else 1),
     }
     hot = graph_us(launches[:1], copies) if len(launches) > 1 else gpu["graph"]
     for mode, action in (("eager", launches[0]), ("graph", replay.replay)):
@@ -196,6 +200,15 @@ def _bits(check: DeviceCheck, operands: Operands) -> tuple[str, ...]:
     return check.poll()[0].rules
 
 
+def variants() -> list[tuple[str, int, int]]:
+    """One size for each compiled kernel of the sweep: depth, width and requests."""
+    found: dict[Any, tuple[str, int, int]] = {}
+    for depth, w, bs in itertools.product(Depth, WIDTHS, BATCHES):
+        key = depth, tile_for(w), pack_of(w, tile_for(w)), bs <= 32
+        found.setdefault(key, (depth.value, w, bs))
+    return list(found.values())
+
+
 def precompile(depth: str, w: int, bs: int) -> float:
     """Compile one variant of the kernel into Triton's disk cache; in a process of its own."""
     begin = time.perf_counter()
@@ -207,14 +220,15 @@ def precompile(depth: str, w: int, bs: int) -> float:
 def precompile_tile(tile: Tile) -> None:
     """The same for a tile."""
     check = DeviceCheck("cuda")
-    check.bind(batch(8, 65, 64), shape(8, 65, 64, Depth.FAST), tile)
+    for w in (65, 257):
+        check.bind(batch(8, w, 64), shape(8, w, 64, Depth.FAST), tile)
 
 
 def tune(check: DeviceCheck) -> dict[str, Any]:
-    """GPU time in graphs per tile at the sizes that have a target, and of the first programs of
-    each lane alone, kind after kind.
+    """GPU time in graphs per tile at the sizes that have a target; of the first programs of each
+    lane alone, kind after kind; and with launches that start only when the one before has ended.
     """
-    found: dict[str, Any] = {"tiles": [], "first_programs": []}
+    found: dict[str, Any] = {"tiles": [], "first_programs": [], "without_wait": []}
     for bs, w, context in TUNE:
         size = {"bs": bs, "w": w, "context": context}
         for tile in TILES:
@@ -222,15 +236,12 @@ def tune(check: DeviceCheck) -> dict[str, Any]:
             times = {"gpu_us": spread(graph_us(launches)), "hot_us": spread(graph_us(launches[:1]))}
             found["tiles"].append({**size, "tile": dataclasses.asdict(tile), **times})
             print(found["tiles"][-1], flush=True)
+        with mock.patch.object(device_operands, "waits", return_value=False):
+            launches = [o.launch for o in _operand_sets(bs, w, context, Depth.FAST, check)]
+        found["without_wait"].append({**size, "gpu_us": spread(graph_us(launches))})
         torch.cuda.empty_cache()
     for bs, w, context in TUNE[1:3]:
-        tile = tile_for(w, bs, Depth.FAST)
-        blocks = triton.cdiv(w, 32 * tile.warps)
-        kinds = ("links", 1), ("lane", 1), ("nodes", blocks), ("places", blocks)
-        kinds += (("cells", triton.cdiv(w, tile.rows)), ("pairs", 10**6))
-        programs = 0
-        for kind, count in kinds:
-            programs += count
+        for kind, programs in _first_programs(w):
             whole = device_operands.programs_per_lane
             with mock.patch.object(
                 device_operands, "programs_per_lane", lambda *a, n=programs, f=whole: min(n, f(*a))
@@ -240,6 +251,18 @@ def tune(check: DeviceCheck) -> dict[str, Any]:
             found["first_programs"].append({**size, "gpu_us": spread(graph_us(launches))})
             print(found["first_programs"][-1], flush=True)
     return found
+
+
+def _first_programs(w: int) -> list[tuple[str, int]]:
+    """The kinds of program in their order, and how many there are of a lane up to each."""
+    tile = tile_for(w)
+    block = 32 * tile.warps
+    paths, blocks = triton.cdiv(w - 1, block), triton.cdiv(w, block)
+    counts = (("paths", paths), ("cells", triton.cdiv(w - 1, tile.rows)), ("pairs", 1))
+    counts += (("links", 1), ("nodes", blocks), ("places", blocks), ("lane", 1))
+    return list(
+        zip((n for n, _ in counts), itertools.accumulate(n for _, n in counts), strict=True)
+    )
 
 
 def targets(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -278,10 +301,9 @@ def main() -> None:
             list(pool.map(precompile_tile, TILES))
         write(options.out / "device_tune.json", {"environment": environment(), **tune(check)})
         return
-    sizes = ((17, 8), (257, 32), (257, 128))
-    variants = [(depth, *size) for depth in ("fast", "full") for size in sizes]
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
-        print("compiled in", [round(s) for s in pool.map(precompile, *zip(*variants, strict=True))])
+    with ProcessPoolExecutor(10, mp_context=get_context("spawn")) as pool:
+        times = list(pool.map(precompile, *zip(*variants(), strict=True)))
+        print("compiled in", [round(seconds) for seconds in times])
     path = options.out / "device_check.json"
     result = json.loads(path.read_text()) if path.exists() else {"rows": [], "errors": []}
     floors = Floors(check)

@@ -24,6 +24,7 @@ from common import environment, write
 
 from ddtree_guard.device.from_step import operands_from_step, run_step
 from ddtree_guard.device.launch import DeviceCheck
+from ddtree_guard.device.operands import pack_of, tile_for
 from ddtree_guard.testing.device_cases import Case, compare, random_case
 
 WIDE = (130, 257, 258, 300)  # more than one block, and more than one pass, of every filter
@@ -63,7 +64,8 @@ def variant(case: Case) -> tuple[Any, ...]:
     return (
         *map(str, kinds),
         case.depth,
-        step.padded_bs * step.w <= 1024,
+        tile_for(step.w),
+        pack_of(step.w, tile_for(step.w)),
         step.w <= 257,
         step.contract.name,
         (path - 1).bit_length(),

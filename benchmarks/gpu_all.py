@@ -34,6 +34,7 @@ SECTIONS: dict[str, tuple[list[str], int]] = {
     "graph_faults": ([str(HERE / "graph_faults.py")], 120),
     "tune": ([str(HERE / "device_check.py"), "--tune"], 90),
     "device_check": ([str(HERE / "device_check.py"), "--seconds", "110"], 130),
+    "pairs": ([str(HERE / "device_pairs.py"), "--most", "800"], 100),
     "equality": ([str(HERE / "device_equality.py")], 190),
     "memcheck": ([str(HERE / "memcheck_device.py"), "--sanitize"], 120),
 }

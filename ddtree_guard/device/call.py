@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ddtree_guard.device.protocol import HAS_BITS
+
 _COMPILED: dict[Any, Any] = {}
 _WRAPPED = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
 
@@ -107,5 +109,7 @@ def _compiled(
     key = (kernel, args[0].device, types, warps, registers, *meta.values())
     if key not in _COMPILED:
         options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
+        if meta.get("HAS", 0) & HAS_BITS["wait"]:
+            options["launch_pdl"] = True
         _COMPILED[key] = kernel.warmup(*args, grid=grid, **options, **meta)
     return _COMPILED[key]

@@ -101,32 +101,51 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Per program: mask rows; rows and columns a thread of the pair programs; warps, and most
-    registers a thread (0: as many as the compiler likes).
+    """Per program: mask rows, and words of sixteen cells of each that a pass reads; rows and
+    columns a thread of the pair programs; warps, and most registers a thread (0: as many as the
+    compiler likes).
     """
 
-    rows: int = 16
+    rows: int = 64
+    words: int = 16
     deep: int = 4
     cols: int = 4
     warps: int = 4
-    registers: int = 64
+    registers: int = 0
 
 
+# Whether kernels are compiled for NVIDIA GPUs: not in the interpreter, nor for others.
+_NVIDIA = torch.version.cuda is not None and not triton.knobs.runtime.interpret
 WIDE = 1024  # words of eight prefix cells, or KV slots, a pass
+SMALL, BIG, BIG_WITH_RING = Tile(64, 4), Tile(registers=96), Tile(registers=80)
 
 
-SMALL, BIG = Tile(16, 4, 4, 4, 0), Tile(32, 8, 4, 4, 80)
-
-
-def tile_for(w: int, lanes: int, depth: Depth) -> Tile:
+def tile_for(w: int, ring: bool = False) -> Tile:
     """The fastest tile on an H200, by `benchmarks/device_check.py --tune`."""
-    return SMALL if depth is Depth.FAST and lanes * w <= 1024 else BIG
+    if w <= 65:
+        return SMALL
+    return BIG_WITH_RING if ring else BIG
+
+
+def pack_of(w: int, tile: Tile) -> int:
+    """Keys a thread that meet in shared memory, two for each row but the root; 0 if they do not."""
+    least = next((n for n in (2, 4, 8) if w - 1 <= 16 * tile.warps * n), 0)
+    return least if tile.warps == 4 and _NVIDIA else 0
+
+
+@functools.cache
+def waits(device: torch.device) -> bool:
+    """Whether a launch may begin to start while the one before it ends, and wait itself."""
+    return _NVIDIA and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def programs_per_lane(w: int, lanes: int, tile: Tile, cells: int) -> int:
     """Second grid dimension; `cells` of prefix, 0 at depth `fast`, are shared out in pieces."""
-    rows = 2 * _ceil(w, 32 * tile.warps) + _ceil(w, tile.rows)
-    pairs = _ceil(w - 1, tile.deep * tile.warps) * _ceil(w - 1, tile.cols * 32)
+    block = 32 * tile.warps
+    rows = 2 * _ceil(w, block) + _ceil(w - 1, block) + _ceil(w - 1, tile.rows)
+    pairs = 1
+    if not pack_of(w, tile):
+        pairs = _ceil(w - 1, tile.deep * tile.warps) * _ceil(w - 1, tile.cols * 32)
     return 2 + rows + pairs + min(_ceil(cells, 8 * WIDE * lanes), max(1, 2048 // lanes))
 
 
@@ -153,12 +172,15 @@ def verify_operands(
     """
     _require_sizes(buffers, shape)
     has = _present(buffers, shape)
-    tile = tile or tile_for(shape.w, shape.lanes, shape.depth)
     rules = covered_rules(has, shape)
-    if ring is None and not _MASK_RULES.intersection(rules):  # it is laid out for other rules
-        buffers, has = replace(buffers, mask=None), has - {"mask", "words"}
+    if not _MASK_RULES.intersection(rules):  # it is laid out for other rules, or by none
+        has -= {"mask", "words"}
+        buffers = buffers if ring is not None else replace(buffers, mask=None)
+    tile = tile or tile_for(shape.w, ring is not None)
     seen = _seen_by_host(shape)
     contract, pads = shape.contract, shape.contract.pad_lanes
+    pack = pack_of(shape.w, tile)
+    has |= {name for name, there in (("shared", pack), ("wait", waits(state.device))) if there}
     mask, kvi = buffers.mask, buffers.kv_indices
     tensors = _tensors(buffers, state)
     numbers = (
@@ -172,13 +194,13 @@ def verify_operands(
     )  # fmt: skip
     whole = max(1, numbers[15], 8 * numbers[16]) if "full" in has else 0
     programs = programs_per_lane(shape.w, shape.lanes, tile, whole)
-    grid = (shape.lanes, programs + (0 if ring is None else programs_of(shape.w)))
+    grid = (shape.lanes, programs + (0 if ring is None else programs_of(shape.w, ring.has)))
     launch = bind(
         verify_kernel, grid, (state, slots, *tensors, *numbers), tile.warps, tile.registers,
         HAS=sum(HAS_BITS[name] for name in has),
         LANES=32 if shape.lanes <= 32 else MAX_LANES, BITS=8 if shape.w <= 257 else 32,
-        ROWS=tile.rows, DEEP=tile.deep, COLS=tile.cols, WARPS=tile.warps, WIDE=WIDE,
-        RING=0 if ring is None else ring.has,
+        ROWS=tile.rows, WORDS=tile.words, DEEP=tile.deep, COLS=tile.cols, PACK=pack,
+        WARPS=tile.warps, WIDE=WIDE, RING=0 if ring is None else ring.has,
     )  # fmt: skip
     return Operands(rules, launch, (state, slots, *tensors), bytes_read(buffers, shape))
 

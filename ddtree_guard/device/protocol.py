@@ -5,11 +5,12 @@ of `verify_kernel`; [3] launches of `close_kernel`. `slots` is int64 [4, WORDS];
 `B % 4` while it is open. Words:
     0 magic, 1 step counter, 2 rule bits, 3 launches, 4 live requests, 5 launches of `close_kernel`,
     8+k first offender of bit k
-`verify_kernel` and `before_kernel` read B and never write it; program (0, 0) of `verify_kernel`
-writes A = B + 1. `close_kernel` reads A and never writes it; its program 0 writes magic and counter
-into the open slot, clears the next one and sets B = A. So no word is read and written by different
-programs of one launch, and stream order does the rest: there is no ticket, no fence and no
-atomic on a clean step. A verdict is valid once a copy queued after `close_kernel` has arrived.
+`verify_kernel` and `before_kernel` read B and never write it; of `verify_kernel`, the program of
+lane 0's layout writes A = B + 1. `close_kernel` reads A and never writes it; its program 0 writes
+magic and counter into the open slot, clears the next one and sets B = A. So no word is read and
+written by different programs of one launch, and stream order does the rest: there is no ticket, no
+fence and no atomic on a clean step. A verdict is valid once a copy queued after `close_kernel` has
+arrived.
 A launch that never ran leaves A = B: the counter stands still and the host sees a step unchecked.
 The host knows its steps by word 5, which counts on: the steps after it keep their numbers.
 What the launch packs for the recorder lies in slot (B + 1) % steps of the ring, see `ring_program`.
@@ -20,8 +21,8 @@ first one does not depend on scheduling. Both are touched only on a hit.
 Bounds. Arrays indexed by lane or row are at least lanes*w long (`launch` refuses others). Every
 index taken from data (mask offsets, parents, links, slots) is range-checked in 64 bits before use.
 
-A tree row's ancestors need no walk: row r of a right mask is the row of its parent with bit r
-added, and the root row is bit 0 alone. By induction over r the first wrong row is the same.
+The exact mask rules need no walk to the root: row r of a right mask is the row of its parent with
+bit r added, and the root row is bit 0 alone. By induction over r the first wrong row is the same.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ SLOTS, WORDS, ROW_RADIX = 4, 32, 4096
 NO_OFFENDER = 2**63 - 1
 LINK_BLOCK = 256  # rows of links that a pass reads
 FAR = 2_000_000  # prefix lengths below it keep all offsets of a lane's cells below 2^31
-CELL_LANES, CELL_WORDS = 8, 64  # threads that share a mask row, words of it that a pass reads
+FAR_WORD = 2**28  # no word of a lane's cells lies further from the first
+ROOT_CELLS = 256  # cells of a root row that a pass reads
+BAD = 2**18  # more than the cells that a program counts
 BITS = {
     "W1": 0, "W2": 1, "W3": 2, "W4": 3, "W8": 4, "M1": 5, "M2": 6, "M4": 7, "M6": 8, "T1": 9,
     "T2": 10, "T3": 11, "T4": 12, "T6": 13, "P1": 14, "K1": 15, "K2": 16, "G4": 17, "A1": 18,
@@ -47,14 +50,16 @@ HAS_BITS = {
     "qo_indptr": 1, "kv_indptr": 2, "mask_indptr": 4, "mask": 8, "tree": 16, "links": 32,
     "positions": 64, "out_cache_loc": 128, "kv_indices": 256, "row_stride": 512,
     "depth_major": 1024, "full": 2048, "pad_len": 8192, "pad_slot": 16384,
-    "pad_position": 32768, "outcome": 65536, "words": 131072,
+    "pad_position": 32768, "outcome": 65536, "words": 131072, "shared": 262144, "wait": 524288,
 }  # fmt: skip
 
 # Kernels see globals as constexpr; the interpreter runs plain Python and wants plain integers.
 _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
 cMAGIC, cWORDS, cRADIX = _constant(MAGIC), _constant(WORDS), _constant(ROW_RADIX)
 cCOLD_ROWS, cCOLD_COLS = _constant(16), _constant(32)
-cCELL_LANES, cCELL_WORDS = _constant(CELL_LANES), _constant(CELL_WORDS)
+cBAD, cFAR_WORD, cROOT = _constant(BAD), _constant(FAR_WORD), _constant(ROOT_CELLS)
+cSEVENS = _constant(0x7F7F_7F7F_7F7F_7F7F)
+cGATHER = _constant(0x0102_0408_1020_4080)  # times eight bytes of 0 or 1: their bits on top
 cLINK_BLOCK, cFAR, cONES = _constant(LINK_BLOCK), _constant(FAR), _constant(0x0101_0101_0101_0101)
 cNONE, cRULES = _constant(NO_OFFENDER), _constant(len(BITS))
 cW1, cW2, cW3, cW4, cW8 = (_constant(BITS[n]) for n in ("W1", "W2", "W3", "W4", "W8"))
@@ -74,6 +79,7 @@ cKVI, cSTRIDE, cMAJOR, cFULL = (
 cPAD_LEN, cPAD_SLOT, cPAD_POS, cOUTCOME, cWORDS_OK = (
     _constant(HAS_BITS[n]) for n in ("pad_len", "pad_slot", "pad_position", "outcome", "words")
 )
+cSHARED, cWAIT = _constant(HAS_BITS["shared"]), _constant(HAS_BITS["wait"])
 
 
 @triton.jit

@@ -13,35 +13,49 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from ddtree_guard.device.cells import cells_inside
+from ddtree_guard.device.protocol import cFAR_WORD, cGATHER, cONES, cSEVENS
+
 # What a launch packs: bits of the constexpr RING.
 PACKED = {"tokens": 1, "parents": 2, "positions": 4, "out_cache_loc": 8, "mask": 16, "sizes": 32,
           "qo_indptr": 64, "kv_indptr": 128, "mask_indptr": 256, "depths": 512}  # fmt: skip
-HEADER, ROWS, BYTES, FARTHEST = 4, 32, 16, 1 << 20  # BYTES: of mask bits, in a pass
+HEADER, ROWS, FARTHEST, NEAR = 4, 128, 1 << 20, 2**31 - 1
+CELL_ROWS, COLD_ROWS, COLD_BYTES = 32, 16, 16  # mask bits: rows of a program; a pass where cold
 _constant: Any = int if triton.knobs.runtime.interpret else tl.constexpr
 (pTOKENS, pPARENTS, pPOSITIONS, pSLOTS, pMASK, pSIZES, pQO, pKV, pMI, pDEPTHS) = map(
     _constant, PACKED.values()
 )
-cHEADER, cROWS, cBYTES, cFARTHEST = map(_constant, (HEADER, ROWS, BYTES, FARTHEST))
+cHEADER, cROWS, cFARTHEST, cNEAR = map(_constant, (HEADER, ROWS, FARTHEST, NEAR))
+cCELL_ROWS, cCOLD_ROWS, cCOLD_BYTES = map(_constant, (CELL_ROWS, COLD_ROWS, COLD_BYTES))
 
 
 @triton.jit
-def pack_programs(w: tl.tensor) -> tl.tensor:
-    """Programs of a lane: blocks of rows."""
+def row_programs(w: tl.tensor) -> tl.tensor:
+    """Blocks of rows of a lane."""
     return (w + cROWS - 1) // cROWS
 
 
-def programs_of(w: int) -> int:
+@triton.jit
+def pack_programs(w: tl.tensor, RING: tl.constexpr) -> tl.tensor:
+    """Programs of a lane: blocks of rows, and smaller ones of the rows' mask cells."""
+    programs = row_programs(w)
+    if RING & pMASK:
+        programs += (w + cCELL_ROWS - 1) // cCELL_ROWS
+    return programs
+
+
+def programs_of(w: int, has: int) -> int:
     """The same on the host."""
-    return -(-w // ROWS)
+    return -(-w // ROWS) - (-w // CELL_ROWS if has & PACKED["mask"] else 0)
 
 
 @triton.jit
 def pack_program(
     state: tl.tensor, lens: tl.tensor, qo: tl.tensor, kv: tl.tensor, mi: tl.tensor,
-    mask: tl.tensor, tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor,
+    tokens: tl.tensor, parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor,
     positions: tl.tensor, out: tl.tensor, part: tl.tensor, lanes: tl.tensor, w: tl.tensor,
-    mask_numel: tl.tensor, ring: tl.tensor, ring_steps: tl.tensor, ring_lanes: tl.tensor,
-    ring_w: tl.tensor, RING: tl.constexpr,
+    ring: tl.tensor, ring_steps: tl.tensor, ring_lanes: tl.tensor, ring_w: tl.tensor,
+    RING: tl.constexpr,
 ) -> None:  # fmt: skip
     """A block of a request's rows; the first program also packs what is per request.
 
@@ -74,20 +88,13 @@ def pack_program(
         position = tl.load(positions + at, mine, 0).to(tl.int64)
     if RING & pSLOTS:
         place = tl.load(out + at, mine, 0).to(tl.int64)
-    if RING & pMASK:
-        words, head, tail, last, odd = _ends(mask, mask_numel)
-        begin, least, most = _columns(lane, row, w, length, qo, mi, mask_numel)
-        bits = _bits(words, begin + odd, least, most, 0, head, tail, last)
 
     # the slot's fields, in the order of `recorder.ring.FIELDS`
-    row_words = (ring_w + 63) // 64
     room = ring_lanes * ring_w
-    rows_at = cHEADER + 5 * ring_lanes + 3
-    bits_at = rows_at + 5 * room
-    slot = ring + (number % ring_steps) * (bits_at + row_words * room)
+    slot = slot_of(number, ring, ring_steps, ring_lanes, ring_w)
     offsets = slot + cHEADER
     per_lane = offsets + 3 * (ring_lanes + 1) + lane
-    per_row = slot + rows_at + at
+    per_row = slot + rows_at(ring_lanes) + at
     if RING & pQO:
         tl.store(offsets + edge, q, edges)
     if RING & pKV:
@@ -107,14 +114,148 @@ def pack_program(
         tl.store(per_row + 3 * room, position, mine)
     if RING & pSLOTS:
         tl.store(per_row + 4 * room, place, mine)
-    if RING & pMASK:
-        byte = tl.arange(0, cBYTES)[None, :]
-        to = (slot + bits_at + at * row_words).to(tl.pointer_type(tl.uint8))[:, None] + byte
-        tl.store(to, bits, mine[:, None] & (byte * 8 < w))
-        for before in range(cBYTES, (w + 7) // 8, cBYTES):
-            bits = _bits(words, begin + odd, least, most, before, head, tail, last)
-            tl.store(to + before, bits, mine[:, None] & ((before + byte) * 8 < w))
     tl.store(slot, number, (part == 0) & (lane == 0))
+
+
+@triton.jit
+def rows_at(ring_lanes: tl.tensor) -> tl.tensor:
+    """Words of a slot before the fields of rows."""
+    return cHEADER + 5 * ring_lanes + 3
+
+
+@triton.jit
+def slot_of(
+    number: tl.tensor, ring: tl.tensor, ring_steps: tl.tensor, ring_lanes: tl.tensor,
+    ring_w: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """The address of a step's slot. A division of 64 bits takes long, and few steps need one."""
+    if number < cNEAR:  # noqa: SIM108
+        at = number.to(tl.int32) % ring_steps
+    else:
+        at = (number % ring_steps).to(tl.int32)
+    words = rows_at(ring_lanes) + ring_lanes * ring_w * (5 + (ring_w + 63) // 64)
+    return ring + at.to(tl.int64) * words
+
+
+@triton.jit
+def bits_of(
+    slot: tl.tensor, at: tl.tensor, ring_lanes: tl.tensor, ring_w: tl.tensor
+) -> tl.tensor:  # fmt: skip
+    """The addresses in a slot of the mask bits of these rows."""
+    bits = slot + rows_at(ring_lanes) + 5 * ring_lanes * ring_w
+    return (bits + at * ((ring_w + 63) // 64)).to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
+def bits_program(
+    state: tl.tensor, live_count: tl.tensor, lens: tl.tensor, qo: tl.tensor, mi: tl.tensor,
+    mask: tl.tensor, block: tl.tensor, w: tl.tensor, mask_numel: tl.tensor, ring: tl.tensor,
+    ring_steps: tl.tensor, ring_lanes: tl.tensor, ring_w: tl.tensor, WORDS: tl.constexpr,
+    WARPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """The mask bits of a block of a request's rows, at the offsets that attention uses.
+
+    Where these are the right ones, cells are read eight at a time: by the aligned word that holds
+    the first of them, and the following one. A thread packs a few words of each of its rows; Triton
+    deals out the last axis to threads and then the first ones.
+    """
+    SPAN: tl.constexpr = min(WORDS, 8)
+    LINES: tl.constexpr = 32 // SPAN
+    lane = tl.program_id(0).to(tl.int64)
+    number = tl.load(state + 1) + 1
+    live = lane < tl.load(live_count).to(tl.int64)
+    s = tl.load(lens + lane).to(tl.int64)
+    start = tl.load(mi + lane).to(tl.int64)
+    stride = tl.load(qo + lane + 1).to(tl.int64) - tl.load(qo + lane).to(tl.int64)
+    plain = (stride == w) & cells_inside(s, start, w, mask_numel)
+    top = block * cCELL_ROWS
+    last = tl.minimum(w, top + cCELL_ROWS)
+    rows = tl.arange(0, LINES)[:, None, None, None, None]
+    rows += tl.arange(0, WARPS)[None, :, None, None, None] * LINES
+    rows += tl.arange(0, cCELL_ROWS // (LINES * WARPS))[None, None, :, None, None] * (LINES * WARPS)
+    rows += top
+    k = tl.arange(0, SPAN)[None, None, None, None, :]
+    k += tl.arange(0, WORDS // SPAN)[None, None, None, :, None] * SPAN
+
+    begin = tl.where(plain, start + s, 0)
+    odd = ((mask + begin).to(tl.int64) & 7).to(tl.int32)
+    words = ((mask + begin).to(tl.int64) - odd).to(tl.pointer_type(tl.int64))
+    left = mask_numel - begin + odd
+    room = tl.minimum(left >> 3, cFAR_WORD).to(tl.int32)  # words that the mask holds wholly
+    step = tl.where(plain, s + w, 0).to(tl.int32)
+    ends = live & plain & (((odd + (last - 1) * step + w + 7) >> 3) >= room)
+    part = _last_word(words + room, left.to(tl.int32) & 7, ends)
+    there = rows < tl.where(live & plain, last, 0)
+    edge = odd + rows * step
+    at = edge >> 3
+    full = w >> 3
+    own = tl.load(words + (at + k), mask=there & (k < full), other=0)
+    after = _word(words, at + k + 1, there & (k < full), room, part)
+    end = _word(words, at + full, there, room, part)
+    end_after = _word(words, at + full + 1, there, room, part)
+    slot = slot_of(number, ring, ring_steps, ring_lanes, ring_w)
+    to = bits_of(slot, tl.program_id(0) * w + rows, ring_lanes, ring_w)
+    shift = (edge & 7) * 8
+    tl.store(to + k, _cell_bits(own, after, shift), there & (k < full))
+    few = (1 << (w & 7)) - 1  # the last columns
+    tl.store(to + full, _cell_bits(end, end_after, shift) & few, there & (few > 0))
+    for more in range(WORDS, full, WORDS):
+        own = tl.load(words + (at + k + more), mask=there & (k + more < full), other=0)
+        after = _word(words, at + k + more + 1, there & (k + more < full), room, part)
+        tl.store(to + k + more, _cell_bits(own, after, shift), there & (k + more < full))
+    if live & (plain == 0):
+        _pack_anywhere(slot, lane, top, last, w, s, qo, mi, mask, mask_numel, ring_lanes, ring_w)
+
+
+@triton.jit
+def _word(
+    words: tl.tensor, at: tl.tensor, there: tl.tensor, room: tl.tensor, part: tl.tensor
+) -> tl.tensor:  # fmt: skip
+    """The words at these indices; of what lies beyond the mask, only its last cells."""
+    return tl.load(words + at, mask=there & (at < room), other=part)
+
+
+@triton.jit
+def _last_word(word: tl.tensor, count: tl.tensor, wanted: tl.tensor) -> tl.tensor:
+    """A word of which the mask holds only so many bytes, with zeros behind them."""
+    two, four = count & 4, count & 6  # what lies before its two and its one last bytes
+    low = tl.load(word.to(tl.pointer_type(tl.uint32)), mask=wanted & (count >= 4), other=0)
+    pair = word.to(tl.pointer_type(tl.uint16)) + (two >> 1)
+    middle = tl.load(pair, mask=wanted & ((count & 2) != 0), other=0)
+    byte = word.to(tl.pointer_type(tl.uint8)) + four
+    high = tl.load(byte, mask=wanted & ((count & 1) != 0), other=0)
+    found = low.to(tl.int64) | (middle.to(tl.int64) << (two * 8))
+    return found | (high.to(tl.int64) << (four * 8))
+
+
+@triton.jit
+def _cell_bits(low: tl.tensor, high: tl.tensor, shift: tl.tensor) -> tl.tensor:
+    """Eight cells, from so many bits behind the begin of the first word on: a byte with a bit for
+    each, the first one the lowest, set where the cell is not 0.
+    """
+    low, high = low.to(tl.uint64, bitcast=True), high.to(tl.uint64, bitcast=True)
+    shift = shift.to(tl.uint64)
+    cells = (low >> shift) | ((high << 1) << (63 - shift))
+    some = ((((cells & cSEVENS) + cSEVENS) | cells) >> 7) & cONES
+    return ((some * cGATHER) >> 56).to(tl.uint8)
+
+
+@triton.jit
+def _pack_anywhere(
+    slot: tl.tensor, lane: tl.tensor, top: tl.tensor, last: tl.tensor, w: tl.tensor, s: tl.tensor,
+    qo: tl.tensor, mi: tl.tensor, mask: tl.tensor, mask_numel: tl.tensor, ring_lanes: tl.tensor,
+    ring_w: tl.tensor,
+) -> None:  # fmt: skip
+    """Cold: the mask bits of the rows from `top` to before `last`, whatever their offsets are."""
+    words, head, tail, end, odd = _ends(mask, mask_numel)
+    for at in range(top, last, cCOLD_ROWS):
+        row = at + tl.arange(0, cCOLD_ROWS)
+        begin, least, most = _columns(lane, row, w, s, qo, mi, mask_numel)
+        to = bits_of(slot, tl.program_id(0) * w + row, ring_lanes, ring_w)[:, None]
+        for before in range(0, (w + 7) // 8, cCOLD_BYTES):
+            byte = before + tl.arange(0, cCOLD_BYTES)[None, :]
+            bits = _bits(words, begin + odd, least, most, before, head, tail, end)
+            tl.store(to + byte, bits, (row < last)[:, None] & (byte * 8 < w))
 
 
 @triton.jit
@@ -161,7 +302,7 @@ def _bits(
     odd = (begin & 3).to(tl.int32)
     low = tl.maximum(1 - first, 0).to(tl.int32)[:, None]
     high = tl.minimum(last - first, (most + odd + 3) >> 2).to(tl.int32)[:, None]
-    byte = before + tl.arange(0, cBYTES)[None, :]
+    byte = before + tl.arange(0, cCOLD_BYTES)[None, :]
     at = words + first[:, None] + byte * 2
     shift = (odd * 8)[:, None]
     k = byte * 2

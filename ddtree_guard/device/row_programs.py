@@ -166,18 +166,19 @@ def lane_program(
 def link_program(
     state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, parents: tl.tensor,
     sizes: tl.tensor, index: tl.tensor, child: tl.tensor, sibling: tl.tensor, w: tl.tensor,
-    pad_rows: tl.tensor, enabled: tl.tensor, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    pad_rows: tl.tensor, enabled: tl.tensor, HAS: tl.constexpr, BITS: tl.constexpr,
+    PACK: tl.constexpr, WARPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Filter the lists of siblings of a lane; judge them where in doubt."""
     lane = tl.program_id(0).to(tl.int64)
     first = tl.program_id(0) * w
     live = lane < tl.load(live_count).to(tl.int64)
     size = node_count(sizes, lane, w)
-    doubt = filter_links(first, w, size, child, sibling, BITS)
+    doubt = filter_links(first, w, size, child, sibling, HAS, BITS, PACK, WARPS)
     if live & (doubt != 0):
         _link_report(
             state, slots, lane, first, w, size, parents, index, child, sibling, pad_rows, enabled,
-            BLOCK,
+            32 * WARPS,
         )  # fmt: skip
 
 

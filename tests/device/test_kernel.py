@@ -33,7 +33,9 @@ def verdict_of(step: Step, depth: Depth = Depth.FULL) -> Verdict:
     return verdict
 
 
-@pytest.mark.parametrize("tile", [Tile(4, 2, 1, 2), Tile(32, 8, 2), Tile(64, 16, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [Tile(32, 4, 2, 1, 2), Tile(64, 8, 8, 2), Tile(128, 16, 16, 8, 8)], ids=str
+)
 @pytest.mark.parametrize("rule", ["M2", "T4", "T3"])
 def test_verdict_does_not_depend_on_the_tile(rule: str, tile: Tile) -> None:
     step = FAULTS[rule](sound_step(5, w=37, lens=(9, 70, 4)), 2).step
@@ -155,17 +157,18 @@ def test_mask_cells_at_the_edges_of_a_buffer_at_any_address(w: int, offset: int)
     mask = room[: buffers.mask.numel()]
     mask.copy_(buffers.mask)
     operands = check.bind(dataclasses.replace(buffers, mask=mask), shape_of(step))
-    rules = []
-    for cell in (None, 0, w * w - 1, len(mask) - 1, len(mask) - w):
-        if cell is not None:
-            mask[cell] ^= 1
+    zeros = [cell for cell in torch.nonzero(mask == 0).flatten().tolist() if cell >= w]
+    cells = {(0, 1), (w * w - 1, 1), (len(mask) - 1, 1), (len(mask) - w, 1), (len(mask) - 1, 2)}
+    cells |= {(cell, 1) for cell in (*zeros[:1], *zeros[-1:])}  # ones too many
+    rules = {}
+    for cell, bit in [(0, 0), *cells]:
+        mask[cell] ^= bit
         check.check(operands)
         check.close()
         check.collect()
-        rules += ["M2" in verdict.rules for verdict in check.poll()]
-        if cell is not None:
-            mask[cell] ^= 1
-    assert rules == [False, True, True, True, True]
+        rules[cell, bit] = ["M2" in verdict.rules for verdict in check.poll()]
+        mask[cell] ^= bit
+    assert rules == {(0, 0): [False]} | {cell: [True] for cell in cells}
 
 
 @pytest.mark.parametrize("w", [9, 70])
@@ -179,6 +182,16 @@ def test_ones_that_moved_are_found_though_no_row_has_more_or_fewer(w: int) -> No
         cells[len(cells) - w + lost], cells[len(cells) - w + free] = 0, 1
         verdict = verdict_of(step.replace(mask__cells=cells), Depth.FAST)
         assert verdict.first["M2"] == (1, w - 1)
+
+
+@pytest.mark.parametrize("back", [2, 18, 19, 20, 21])  # wherever they lie in a word
+def test_cells_that_add_up_to_nothing_in_a_byte_are_found(back: int) -> None:
+    step = sound_step(4, w=70, kind="star", block=3, lens=(3, 6), full_trees=True)
+    cells = step.mask.cells.copy()
+    assert not cells[-back - 2 : -back].any()
+    cells[-back - 2 : -back] = 128
+    verdict = verdict_of(step.replace(mask__cells=cells), Depth.FAST)
+    assert verdict.first["M2"] == (1, 69)
 
 
 def test_fast_depth_sees_the_ends_of_the_prefix_only() -> None:
