@@ -81,7 +81,7 @@ def mask_program(
 
 @triton.jit
 def path_program(
-    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, mi: tl.tensor,
+    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, mi: tl.tensor,
     mask: tl.tensor, parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor, block: tl.tensor,
     w: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor, mask_numel: tl.tensor,
     HAS: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr, WARPS: tl.constexpr,
@@ -102,7 +102,7 @@ def path_program(
     bottom = tl.where(ok, w, 0)
     nodes = tl.minimum(size, bottom)
     doubt = filter_paths(
-        mask + tl.where(ok, start + s, 0), rows, first, w, parents, nodes,
+        scratch, mask + tl.where(ok, start + s, 0), rows, first, w, parents, nodes,
         tl.where(pad_rows == 1, bottom, nodes), tl.where(ok, s + w, 0).to(tl.int32), depth, HAS,
         PACK,
     )  # fmt: skip
@@ -201,7 +201,7 @@ def _mask_flags(
 
 @triton.jit
 def twin_program(
-    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
+    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
     parents: tl.tensor, sizes: tl.tensor, out: tl.tensor, w: tl.tensor, enabled: tl.tensor,
     reserved: tl.tensor, HAS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr,
     PACK: tl.constexpr, WARPS: tl.constexpr,
@@ -213,7 +213,7 @@ def twin_program(
     size = w
     if HAS & cTREE:
         size = node_count(sizes, lane, w)
-    doubt = filter_twins(first, w, size, tokens, parents, out, reserved, HAS, PACK, WARPS)
+    doubt = filter_twins(scratch, first, w, size, tokens, parents, out, reserved, HAS, PACK, WARPS)
     if live & (doubt != 0):
         for begin in range(1, w, DEEP * WARPS):
             for before in range(0, begin + DEEP * WARPS - 1, COLS * 32):

@@ -141,7 +141,7 @@ def _ones(total: tl.tensor, either: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def filter_paths(
-    cells: tl.tensor, rows: tl.tensor, first: tl.tensor, w: tl.tensor, parents: tl.tensor,
+    scratch: tl.tensor, cells: tl.tensor, rows: tl.tensor, first: tl.tensor, w: tl.tensor, parents: tl.tensor,
     nodes: tl.tensor, shown: tl.tensor, step: tl.tensor, depth: tl.tensor, HAS: tl.constexpr,
     PACK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -152,7 +152,7 @@ def filter_paths(
     line = cells + tl.where(going, rows * step, 0)
     if HAS & cSHARED:
         kind = going.to(tl.int32) + node.to(tl.int32)
-        met = walk(rows, kind, line.to(tl.int64), parents, first, w, PACK)
+        met = walk(scratch, rows, kind, line.to(tl.int64), parents, first, w, PACK)
     else:
         at = rows
         linked = node
@@ -212,7 +212,7 @@ def filter_pairs(
 
 @triton.jit
 def filter_twins(
-    first: tl.tensor, w: tl.tensor, size: tl.tensor, tokens: tl.tensor, parents: tl.tensor,
+    scratch: tl.tensor, first: tl.tensor, w: tl.tensor, size: tl.tensor, tokens: tl.tensor, parents: tl.tensor,
     out: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr, PACK: tl.constexpr, WARPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """T4, K2, and T2 of sorted trees, of a whole lane, with the keys of `filter_pairs`: nonzero
@@ -238,7 +238,7 @@ def filter_twins(
             above = load_low(parents, first + rows - 1, inside, -1)
             apart = inside & (rows < size) & (above != up)
             place = tl.where(apart & (up >= 0) & (up < w), up * 4, -1)
-            twin |= (apart & ((place < 0) | (meet(place, rows, PACK // 2) != rows))).to(tl.int32)
+            twin |= (apart & ((place < 0) | (meet(scratch, place, rows, PACK // 2) != rows))).to(tl.int32)
     if HAS & cOUT:
         slot = load_low(out, first + rows, inside, 0)
         slot = tl.where(inside & (slot != reserved.to(tl.int32)), slot, none)
@@ -250,7 +250,7 @@ def filter_twins(
     place = tl.where(alone, -1, _place(key, -1640531535))
     pair = name * 0
     for table in tl.static_range(3):
-        found = meet(place, tag, PACK)
+        found = meet(scratch, place, tag, PACK)
         same = (found ^ tag) & ~2047  # the tag, and which of the two keys it is
         pair |= ((place >= 0) & (same == 0) & (found != tag)).to(tl.int32)
         # In each table elsewhere: what meets in one does not meet in all.
@@ -278,7 +278,7 @@ def _either(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def filter_links(
-    first: tl.tensor, w: tl.tensor, size: tl.tensor, child: tl.tensor, sibling: tl.tensor,
+    scratch: tl.tensor, first: tl.tensor, w: tl.tensor, size: tl.tensor, child: tl.tensor, sibling: tl.tensor,
     HAS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, WARPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """T3 of a lane: nonzero unless a link leads on to every node but the root. `strange_links` sees
@@ -294,7 +294,7 @@ def filter_links(
         side = load_low(sibling, first + rows, rows < w, -1)
         down = tl.where((rows < size) & (down > 0) & (down < size), down, -1)
         side = tl.where((rows < size) & (side > 0) & (side < size), side, -1)
-        lost = unreached(rows, down, side, PACK)
+        lost = unreached(scratch, rows, down, side, PACK)
         lost = tl.max(tl.where((rows < size) & (rows != tl.load(child + first)), lost, 0))
     else:
         lost = _missing_bits(first, w, size, child, sibling, BITS)

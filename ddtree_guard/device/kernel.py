@@ -41,11 +41,12 @@ from ddtree_guard.device.row_programs import (
     node_program,
     place_program,
 )
+from ddtree_guard.device.shared import scratch_of
 
 
 @triton.jit
 def _pairs_program(
-    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
+    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
     parents: tl.tensor, sizes: tl.tensor, out: tl.tensor, part: tl.tensor, w: tl.tensor,
     enabled: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr, DEEP: tl.constexpr,
     COLS: tl.constexpr, PACK: tl.constexpr, WARPS: tl.constexpr,
@@ -53,7 +54,7 @@ def _pairs_program(
     """Pairs of rows: all of a lane by tables, or block by block."""
     if HAS & cSHARED:
         twin_program(
-            state, slots, live_count, tokens, parents, sizes, out, w, enabled, reserved, HAS, DEEP,
+            scratch, state, slots, live_count, tokens, parents, sizes, out, w, enabled, reserved, HAS, DEEP,
             COLS, PACK, WARPS,
         )  # fmt: skip
     else:
@@ -127,6 +128,9 @@ def verify_kernel(
     if HAS & cWAIT:
         gdc_wait()
     part = tl.program_id(1)
+    scratch = part
+    if HAS & cSHARED:
+        scratch = scratch_of(part)
     parts = tl.num_programs(1)
     if RING:
         parts -= pack_programs(w, RING)
@@ -144,7 +148,7 @@ def verify_kernel(
     if part < masks:
         if HAS & cMASK:
             path_program(
-                state, slots, live_count, lens, mi, mask, parents, depths, sizes, part, w,
+                scratch, state, slots, live_count, lens, mi, mask, parents, depths, sizes, part, w,
                 pad_rows, enabled, mask_numel, HAS, LANES, PACK, WARPS, WIDE,
             )  # fmt: skip
     elif part < pairs:
@@ -155,13 +159,13 @@ def verify_kernel(
             )  # fmt: skip
     elif part < links:
         _pairs_program(
-            state, slots, live_count, tokens, parents, sizes, out, part - pairs, w, enabled,
+            scratch, state, slots, live_count, tokens, parents, sizes, out, part - pairs, w, enabled,
             reserved, HAS, DEEP, COLS, PACK, WARPS,
         )  # fmt: skip
     elif part < nodes:
         if HAS & cLINKS:
             link_program(
-                state, slots, live_count, parents, sizes, index, child, sibling, w, pad_rows,
+                scratch, state, slots, live_count, parents, sizes, index, child, sibling, w, pad_rows,
                 enabled, HAS, BITS, PACK, WARPS,
             )  # fmt: skip
     elif part < places:

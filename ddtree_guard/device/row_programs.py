@@ -164,7 +164,7 @@ def lane_program(
 
 @triton.jit
 def link_program(
-    state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, parents: tl.tensor,
+    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, parents: tl.tensor,
     sizes: tl.tensor, index: tl.tensor, child: tl.tensor, sibling: tl.tensor, w: tl.tensor,
     pad_rows: tl.tensor, enabled: tl.tensor, HAS: tl.constexpr, BITS: tl.constexpr,
     PACK: tl.constexpr, WARPS: tl.constexpr,
@@ -174,7 +174,7 @@ def link_program(
     first = tl.program_id(0) * w
     live = lane < tl.load(live_count).to(tl.int64)
     size = node_count(sizes, lane, w)
-    doubt = filter_links(first, w, size, child, sibling, HAS, BITS, PACK, WARPS)
+    doubt = filter_links(scratch, first, w, size, child, sibling, HAS, BITS, PACK, WARPS)
     if live & (doubt != 0):
         _link_report(
             state, slots, lane, first, w, size, parents, index, child, sibling, pad_rows, enabled,

@@ -14,20 +14,17 @@ PLACES = 2048
 
 
 def _meeting(count: int) -> str:
-    """Store `count` values a thread at their byte offsets, wait for the program's other threads,
-    and load what the places then hold. A negative offset takes no part.
+    """Store `count` values a thread at their addresses, wait for the program's other threads, and
+    load what the places then hold. A negative address takes no part.
     """
     at, value = range(count, 2 * count), range(2 * count, 3 * count)
-    lines = [".reg .pred p;", ".reg .u32 base, at;", f".shared .align 4 .b32 table[{PLACES}];"]
-    lines.append("mov.u32 base, table;")
+    lines = [".reg .pred p;", "bar.sync 0;"]  # who looked the memory up before has done so
     for k in range(count):
-        lines.append(f"setp.ge.s32 p, ${at[k]}, 0; add.u32 at, base, ${at[k]};")
-        lines.append(f"@p st.shared.u32 [at], ${value[k]};")
+        lines.append(f"setp.ge.s32 p, ${at[k]}, 0; @p st.shared.u32 [${at[k]}], ${value[k]};")
     lines.append("bar.sync 0;")
     for k in range(count):
-        lines.append(f"setp.ge.s32 p, ${at[k]}, 0; add.u32 at, base, ${at[k]};")
-        lines.append(f"mov.u32 ${k}, ${value[k]};")
-        lines.append(f"@p ld.shared.u32 ${k}, [at];")
+        lines.append(f"setp.ge.s32 p, ${at[k]}, 0; mov.u32 ${k}, ${value[k]};")
+        lines.append(f"@p ld.shared.u32 ${k}, [${at[k]}];")
     return "{ " + "\n".join(lines) + " }"
 
 
@@ -35,7 +32,7 @@ def _walking(count: int) -> str:
     """Follow the links to parents of one row a thread. Output: number of rows on its path, -1 where
     one of their cells is 0. Operands: the row; what it is (0 nothing, 1 a row without a node, 2 a
     node); the address of its cells; the thread's number t; and the parents, negative for none, of
-    the rows 1 + t, 129 + t and so on, `count` of them.
+    the rows 1 + t, 129 + t and so on, `count` of them; the address of the program's memory.
 
     Three tables have the nodes that are one, two and four links on, so that sixteen are met in five
     steps. A node is the address of its place in the first one; behind the last row is a place that
@@ -46,7 +43,7 @@ def _walking(count: int) -> str:
     lines = [
         ".reg .pred p, on, node; .reg .u32 base, end, i, there, at<17>; .reg .u64 wide, line;",
         f".reg .u32 place<{count}>, up<{count}>; .reg .b32 all, want, cell<16>;",
-        f".shared .align 4 .b32 links[{3 * size // 4}]; mov.u32 base, links;",
+        f"mov.u32 base, ${5 + count};",
         f"add.u32 end, base, {far}; shr.u32 i, base, 2; cvt.u64.u32 wide, i;",
         "sub.u64 line, $3, wide; mov.b32 all, 1; mov.b32 want, 0;",
     ]
@@ -92,22 +89,16 @@ def _walking(count: int) -> str:
 
 def _reaching(count: int) -> str:
     """Which of `count` rows a thread no link leads to. Outputs: 1 for those, else 0. Operands: the
-    rows, then the rows that the first and the second link of each lead to, negative for none.
+    rows' places, then those of the rows that the first and the second link of each lead to,
+    negative for none.
     """
     row, links = range(count, 2 * count), range(2 * count, 4 * count)
-    lines = [".reg .pred p; .reg .u32 base, at; .reg .b32 none, seen;"]
-    lines.append(f".shared .align 4 .b32 reached[{128 * count + 1}];")
-    lines.append("mov.u32 base, reached; mov.b32 none, 1; mov.b32 seen, 0;")
-    for k in row:
-        lines.append(f"shl.b32 at, ${k}, 2; add.u32 at, at, base; st.shared.b32 [at], none;")
+    lines = [".reg .pred p; .reg .b32 none, seen;", "mov.b32 none, 1; mov.b32 seen, 0;"]
+    lines += [f"st.shared.b32 [${k}], none;" for k in row]
     lines.append("bar.sync 0;")
-    for k in links:
-        lines.append(f"setp.ge.s32 p, ${k}, 0; shl.b32 at, ${k}, 2; add.u32 at, at, base;")
-        lines.append("@p st.shared.b32 [at], seen;")
+    lines += [f"setp.ge.s32 p, ${k}, 0; @p st.shared.b32 [${k}], seen;" for k in links]
     lines.append("bar.sync 0;")
-    for k in row:
-        lines.append(f"shl.b32 at, ${k}, 2; add.u32 at, at, base;")
-        lines.append(f"ld.shared.b32 ${k - count}, [at];")
+    lines += [f"ld.shared.b32 ${k - count}, [${k}];" for k in row]
     return "{ " + "\n".join(lines) + " }"
 
 
@@ -115,7 +106,7 @@ cREACH_1, cREACH_2, cREACH_4 = (tl.constexpr(_reaching(n)) for n in (1, 2, 4))
 cFROM_1, cFROM_2, cFROM_4 = (tl.constexpr(",".join(["=&r"] * n + ["r"] * 3 * n)) for n in (1, 2, 4))
 cWALK_1, cWALK_2, cWALK_4 = (tl.constexpr(_walking(n)) for n in (1, 2, 4))
 cALONG_1, cALONG_2, cALONG_4 = (
-    tl.constexpr(",".join(["=&r", "r", "r", "l", "r"] + ["r"] * n)) for n in (1, 2, 4)
+    tl.constexpr(",".join(["=&r", "r", "r", "l", "r"] + ["r"] * (n + 1))) for n in (1, 2, 4)
 )
 cMEET_1, cMEET_2, cMEET_4, cMEET_8 = (tl.constexpr(_meeting(n)) for n in (1, 2, 4, 8))
 cWITH_1, cWITH_2, cWITH_4, cWITH_8 = (
@@ -123,12 +114,27 @@ cWITH_1, cWITH_2, cWITH_4, cWITH_8 = (
 )
 
 
+# One piece for all kinds of programs: what each declares for itself would add up.
+cSCRATCH = tl.constexpr(f"{{ .shared .align 4 .b32 scratch[{PLACES}]; mov.u32 $0, scratch; }}")
+
+
 @triton.jit
-def meet(place: tl.tensor, value: tl.tensor, PACK: tl.constexpr) -> tl.tensor:
+def scratch_of(like: tl.tensor) -> tl.tensor:
+    """Address of the program's shared memory, PLACES words. For one call a kernel."""
+    return tl.inline_asm_elementwise(
+        cSCRATCH, "=r,r", [like], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def meet(
+    scratch: tl.tensor, place: tl.tensor, value: tl.tensor, PACK: tl.constexpr
+) -> tl.tensor:  # fmt: skip
     """What each place of a new table holds after all threads have left their values there, PACK
     of them a thread; its own value where a place is negative. All threads of the program must come
     here. The places that nobody filled hold anything; they are not read.
     """
+    place = tl.where(place < 0, -1, scratch + place)
     if PACK == 1:
         found = tl.inline_asm_elementwise(
             cMEET_1, cWITH_1, [place, value], dtype=tl.int32, is_pure=False, pack=1
@@ -150,7 +156,7 @@ def meet(place: tl.tensor, value: tl.tensor, PACK: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def walk(
-    rows: tl.tensor, kind: tl.tensor, line: tl.tensor, parents: tl.tensor, first: tl.tensor,
+    scratch: tl.tensor, rows: tl.tensor, kind: tl.tensor, line: tl.tensor, parents: tl.tensor, first: tl.tensor,
     w: tl.tensor, PACK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """How many rows the path of each row from itself to the root has: one for a row of kind 1, none
@@ -164,14 +170,14 @@ def walk(
     if PACK == 2:
         met = tl.inline_asm_elementwise(
             cWALK_1, cALONG_1,
-            [rows, kind, line, thread, _smaller(parents, first, 1 + thread, w)],
+            [rows, kind, line, thread, _smaller(parents, first, 1 + thread, w), scratch],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     elif PACK == 4:
         met = tl.inline_asm_elementwise(
             cWALK_2, cALONG_2,
             [rows, kind, line, thread, _smaller(parents, first, 1 + thread, w),
-             _smaller(parents, first, 129 + thread, w)],
+             _smaller(parents, first, 129 + thread, w), scratch],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
@@ -179,7 +185,7 @@ def walk(
             cWALK_4, cALONG_4,
             [rows, kind, line, thread, _smaller(parents, first, 1 + thread, w),
              _smaller(parents, first, 129 + thread, w), _smaller(parents, first, 257 + thread, w),
-             _smaller(parents, first, 385 + thread, w)],
+             _smaller(parents, first, 385 + thread, w), scratch],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     return met
@@ -196,11 +202,13 @@ def _smaller(
 
 @triton.jit
 def unreached(
-    rows: tl.tensor, down: tl.tensor, side: tl.tensor, PACK: tl.constexpr
+    scratch: tl.tensor, rows: tl.tensor, down: tl.tensor, side: tl.tensor, PACK: tl.constexpr
 ) -> tl.tensor:  # fmt: skip
     """1 for the rows that neither link of any row leads to, 0 for the others; a negative link leads
     nowhere. Half of PACK rows a thread. All threads of the program must come here.
     """
+    rows, down = scratch + rows * 4, tl.where(down < 0, -1, scratch + down * 4)
+    side = tl.where(side < 0, -1, scratch + side * 4)
     if PACK == 2:
         left = tl.inline_asm_elementwise(
             cREACH_1, cFROM_1, [rows, down, side], dtype=tl.int32, is_pure=False, pack=1
