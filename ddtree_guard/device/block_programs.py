@@ -81,7 +81,8 @@ def mask_program(
 
 @triton.jit
 def path_program(
-    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor, mi: tl.tensor,
+    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, lens: tl.tensor,
+    mi: tl.tensor,
     mask: tl.tensor, parents: tl.tensor, depths: tl.tensor, sizes: tl.tensor, block: tl.tensor,
     w: tl.tensor, pad_rows: tl.tensor, enabled: tl.tensor, mask_numel: tl.tensor,
     HAS: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr, WARPS: tl.constexpr,
@@ -201,7 +202,8 @@ def _mask_flags(
 
 @triton.jit
 def twin_program(
-    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
+    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor,
+    tokens: tl.tensor,
     parents: tl.tensor, sizes: tl.tensor, out: tl.tensor, w: tl.tensor, enabled: tl.tensor,
     reserved: tl.tensor, HAS: tl.constexpr, DEEP: tl.constexpr, COLS: tl.constexpr,
     PACK: tl.constexpr, WARPS: tl.constexpr,

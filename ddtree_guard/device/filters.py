@@ -141,7 +141,8 @@ def _ones(total: tl.tensor, either: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def filter_paths(
-    scratch: tl.tensor, cells: tl.tensor, rows: tl.tensor, first: tl.tensor, w: tl.tensor, parents: tl.tensor,
+    scratch: tl.tensor, cells: tl.tensor, rows: tl.tensor, first: tl.tensor, w: tl.tensor,
+    parents: tl.tensor,
     nodes: tl.tensor, shown: tl.tensor, step: tl.tensor, depth: tl.tensor, HAS: tl.constexpr,
     PACK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -212,7 +213,8 @@ def filter_pairs(
 
 @triton.jit
 def filter_twins(
-    scratch: tl.tensor, first: tl.tensor, w: tl.tensor, size: tl.tensor, tokens: tl.tensor, parents: tl.tensor,
+    scratch: tl.tensor, first: tl.tensor, w: tl.tensor, size: tl.tensor, tokens: tl.tensor,
+    parents: tl.tensor,
     out: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr, PACK: tl.constexpr, WARPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """T4, K2, and T2 of sorted trees, of a whole lane, with the keys of `filter_pairs`: nonzero
@@ -238,7 +240,9 @@ def filter_twins(
             above = load_low(parents, first + rows - 1, inside, -1)
             apart = inside & (rows < size) & (above != up)
             place = tl.where(apart & (up >= 0) & (up < w), up * 4, -1)
-            twin |= (apart & ((place < 0) | (meet(scratch, place, rows, PACK // 2) != rows))).to(tl.int32)
+            twin |= (apart & ((place < 0) | (meet(scratch, place, rows, PACK // 2) != rows))).to(
+                tl.int32
+            )
     if HAS & cOUT:
         slot = load_low(out, first + rows, inside, 0)
         slot = tl.where(inside & (slot != reserved.to(tl.int32)), slot, none)
@@ -278,7 +282,8 @@ def _either(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def filter_links(
-    scratch: tl.tensor, first: tl.tensor, w: tl.tensor, size: tl.tensor, child: tl.tensor, sibling: tl.tensor,
+    scratch: tl.tensor, first: tl.tensor, w: tl.tensor, size: tl.tensor, child: tl.tensor,
+    sibling: tl.tensor,
     HAS: tl.constexpr, BITS: tl.constexpr, PACK: tl.constexpr, WARPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """T3 of a lane: nonzero unless a link leads on to every node but the root. `strange_links` sees

@@ -46,7 +46,8 @@ from ddtree_guard.device.shared import scratch_of
 
 @triton.jit
 def _pairs_program(
-    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, tokens: tl.tensor,
+    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor,
+    tokens: tl.tensor,
     parents: tl.tensor, sizes: tl.tensor, out: tl.tensor, part: tl.tensor, w: tl.tensor,
     enabled: tl.tensor, reserved: tl.tensor, HAS: tl.constexpr, DEEP: tl.constexpr,
     COLS: tl.constexpr, PACK: tl.constexpr, WARPS: tl.constexpr,
@@ -54,7 +55,8 @@ def _pairs_program(
     """Pairs of rows: all of a lane by tables, or block by block."""
     if HAS & cSHARED:
         twin_program(
-            scratch, state, slots, live_count, tokens, parents, sizes, out, w, enabled, reserved, HAS, DEEP,
+            scratch, state, slots, live_count, tokens, parents, sizes, out, w, enabled, reserved,
+            HAS, DEEP,
             COLS, PACK, WARPS,
         )  # fmt: skip
     else:
@@ -159,13 +161,15 @@ def verify_kernel(
             )  # fmt: skip
     elif part < links:
         _pairs_program(
-            scratch, state, slots, live_count, tokens, parents, sizes, out, part - pairs, w, enabled,
+            scratch, state, slots, live_count, tokens, parents, sizes, out, part - pairs, w,
+            enabled,
             reserved, HAS, DEEP, COLS, PACK, WARPS,
         )  # fmt: skip
     elif part < nodes:
         if HAS & cLINKS:
             link_program(
-                scratch, state, slots, live_count, parents, sizes, index, child, sibling, w, pad_rows,
+                scratch, state, slots, live_count, parents, sizes, index, child, sibling, w,
+                pad_rows,
                 enabled, HAS, BITS, PACK, WARPS,
             )  # fmt: skip
     elif part < places:

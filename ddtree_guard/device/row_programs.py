@@ -164,7 +164,8 @@ def lane_program(
 
 @triton.jit
 def link_program(
-    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor, parents: tl.tensor,
+    scratch: tl.tensor, state: tl.tensor, slots: tl.tensor, live_count: tl.tensor,
+    parents: tl.tensor,
     sizes: tl.tensor, index: tl.tensor, child: tl.tensor, sibling: tl.tensor, w: tl.tensor,
     pad_rows: tl.tensor, enabled: tl.tensor, HAS: tl.constexpr, BITS: tl.constexpr,
     PACK: tl.constexpr, WARPS: tl.constexpr,

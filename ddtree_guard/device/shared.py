@@ -156,7 +156,8 @@ def meet(
 
 @triton.jit
 def walk(
-    scratch: tl.tensor, rows: tl.tensor, kind: tl.tensor, line: tl.tensor, parents: tl.tensor, first: tl.tensor,
+    scratch: tl.tensor, rows: tl.tensor, kind: tl.tensor, line: tl.tensor, parents: tl.tensor,
+    first: tl.tensor,
     w: tl.tensor, PACK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """How many rows the path of each row from itself to the root has: one for a row of kind 1, none
