@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ddtree_guard.hooks.checker import Checker
 from ddtree_guard.hooks.record import Record
 from ddtree_guard.hooks.view import View
 
@@ -28,6 +29,19 @@ class Running:
     def busy(self) -> bool:
         """Whether a step runs."""
         return self.batch is not None or self.known is not None
+
+    def queue(self, checker: Checker, backend: Any, batch: Any) -> bool:
+        """Launch what the replay of a graph needs, where that is all it needs. Whether it is."""
+        if self.known is not None or self.batch is None:
+            return False
+        launch = checker.ready_made.get((id(backend), batch.req_pool_indices.shape[0]))
+        # who replaces `build`, to plant a fault, is asked in each step
+        if launch is None or "build" in vars(checker):
+            return False
+        self.queued = backend, batch, None
+        launch.begin(batch.spec_info, len(self.batch.reqs))
+        self.queued = backend, batch, launch
+        return True
 
     def record(self) -> Record | None:
         """The record of the step that runs; None where none does."""

@@ -1,8 +1,9 @@
 """`ServerGuard`: the guard of one scheduler process. Hooks call it; it never raises into SGLang
 outside mode `raise`, never changes what SGLang returns, and never waits for the device.
 
-A step: `begin` (worker entry, request ids), `built` (metadata), `accepted` (tree walk), `end`
-(worker exit), `resolve` (SGLang has waited for the tokens, none has left), `commit`.
+A step: `begin` (worker entry), `built` (metadata; a replay and the GPU wait for it), `accepted`
+(tree walk), `study` (what could wait: who is in it), `end` (worker exit), `resolve` (SGLang has
+waited for the tokens, none has left), `commit`.
 """
 
 from __future__ import annotations
@@ -205,20 +206,15 @@ class ServerGuard:
 
         A replay waits for this, and the GPU for it: what is not for the device is left to `study`.
         """
-        running, checker = self.running, self.checker
-        if path == "graph" and running.known is None and running.batch is not None:
-            launch = checker.ready_made.get((id(backend), batch.req_pool_indices.shape[0]))
-            # shadow mode sees the step before attention, and so does who replaces `build`
-            seen = self.shadow.on or self.fuses.faults or "build" in vars(checker)
-            if launch is not None and not seen:
-                running.queued = backend, batch, None
-                try:
-                    launch.begin(batch.spec_info, len(running.batch.reqs))
-                    running.queued = backend, batch, launch
-                except Exception as error:
-                    if self.fuses.passes("build", error):
-                        raise
+        try:
+            # shadow mode sees the step before attention
+            quick = path == "graph" and not self.shadow.on and not self.fuses.faults
+            if quick and self.running.queue(self.checker, backend, batch):
                 return
+        except Exception as error:
+            if self.fuses.passes("build", error):
+                raise
+            return
         self._built(backend, batch, path)
 
     @site("build")
@@ -226,10 +222,14 @@ class ServerGuard:
         self._build(backend, batch, path)
 
     def _build(self, backend: Any, batch: Any, path: str) -> None:
-        record, runner = self.current, self._target(backend)
+        runner, running = self._target(backend), self.running
+        drafts = runner is None or not batch.forward_mode.is_target_verify()
+        if drafts and running.known is None and running.queued is None:
+            return  # before the launch
+        record = self.current
         if record is None:
             return
-        if runner is None or not batch.forward_mode.is_target_verify():
+        if drafts:
             record.reused = record.built  # a drafter's forward after the walk, as EAGLE has one
             return
         if ragged(batch):
