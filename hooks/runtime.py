@@ -307,7 +307,6 @@ class ServerGuard:
         if record is not None:
             record.reused |= record.redrafts
             self.study(record)
-        self.running.set(None)
         self.shadow.end()
         if record is None:
             return

@@ -63,4 +63,4 @@ def test_one_s_own_runs_beside_those_of_another_user(dump: Path) -> None:
     code, text = run("ranks", dump.parents[1], rights=0, folder=dump.parent)
     assert (code, "found TP0" in text) == (2, True)  # what can be read is one rank's
     code, text = run("request", "r0", dump.parents[1], rights=0, folder=dump.parent)
-    assert (code, "found no trail" in text) == (2, True)
+    assert (code, "found no request" in text) == (2, True)
