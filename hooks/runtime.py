@@ -114,8 +114,7 @@ class ServerGuard:
 
     def _hook(self, hook: Hook) -> HookStatus:
         try:
-            report = apply(hook.patches)
-            self._reports.append(report)
+            self._reports.append(report := apply(hook.patches))
         except ImportError as error:  # SGLang's own module does not import here
             return HookStatus(hook, False, f"{type(error).__name__}: {error}")
         return status(hook, report)
@@ -195,8 +194,7 @@ class ServerGuard:
         """Inside the captured region: what is queued here runs in every replay."""
         runner = self._target(backend)
         if runner is not None and batch.forward_mode.is_target_verify() and not ragged(batch):
-            lanes = lanes_of(batch)
-            metadata = self._captured.get(backend, {}).get(lanes)
+            metadata = self._captured.get(backend, {}).get(lanes_of(batch))
             self.checker.capture(
                 View(backend, batch, runner, rank=self.rank, path="graph", metadata=metadata)
             )
@@ -296,8 +294,10 @@ class ServerGuard:
     def end(self, result: Any) -> None:
         """The worker returns its result; its tokens are still on their way to the host."""
         count(self, self.running.busy, result)
-        self._end(result)
-        self.running.set(None)
+        try:
+            self._end(result)
+        finally:
+            self.running.set(None)
 
     @site("verify")
     def _end(self, result: Any) -> None:
