@@ -60,7 +60,9 @@ def ring_cost() -> str:
             row["w"],
             f"{row['ring_mib']:.1f} MiB, {row['ring_steps']} slots",
             *(
-                "{median_us:.1f} ({q1_us:.1f}-{q3_us:.1f})".format(**row[name])
+                "{median_us:.1f} ({q1_us:.1f}-{q3_us:.1f})".format(
+                    **{key: round(value, 1) + 0.0 for key, value in row[name].items()}
+                )  # no -0.0
                 for name in ("gpu", "host_graph", "host_eager")
             ),
         ]
