@@ -271,8 +271,10 @@ def watch() -> str:
         rows.append(["planted", row["budget"], mode, checked, f"{good} of {len(real)} faults"])
     for row in found["incidents"]:
         first, mode = row["first_step"], "on" if row["graphs"] else "off"
-        named = "nothing broken"  # M5 is about requests of full length, which there were none
-        if first is not None and first["rule"] != "M5":
+        named = "nothing broken"
+        if first is not None and first["rule"] == "M5":
+            named += " (M5, latent: only requests of full length would be)"
+        elif first is not None:
             named = f"{first['rule']} at step {first['step']}, tokens left: {first['tokens_left']}"
         rows.append(["incident", row["budget"], mode, "-", named])
     return table(("DDTREE engine", "budgets", "graphs", "steps checked", "named"), rows)

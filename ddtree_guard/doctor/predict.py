@@ -65,14 +65,17 @@ def predict(
         "corrected" if corrected else "stock",
         tuple(findings.values()),
         tuple(rule.id for rule in guard.rules if rule.id in checked),
-        _skipped([report for _, report in reports], checked),
+        _skipped(guard, [report for _, report in reports], checked),
         dict(steps[-1].contract.not_checked) if steps else {},
     )
 
 
-def _skipped(reports: list[Report], checked: set[str]) -> tuple[NotChecked, ...]:
-    each = {n.rule: n for report in reports for n in report.not_checked if n.rule not in checked}
-    return tuple(each.values())
+def _skipped(guard: Guard, reports: list[Report], checked: set[str]) -> tuple[NotChecked, ...]:
+    """Every rule that was not checked, also those of sites that only a running server has."""
+    said = {n.rule: n for report in reports for n in report.not_checked}
+    late = "a configuration alone has nothing that it judges"
+    rest = (rule.id for rule in guard.rules if rule.id not in checked)
+    return tuple(said.get(rule) or NotChecked(rule, late) for rule in rest)
 
 
 def corrected_here(d: Deployment, facts: Facts | None) -> bool | None:
