@@ -101,7 +101,7 @@ class Launch:
             bs > self.shape.lanes
             or walk.predict.shape[0] < bs * self.shape.w
             or walk.index.shape[0] != bs
-            or not (walk.index.is_contiguous() and walk.predict.is_contiguous())
+            or not all(part.is_contiguous() for part in (walk.index, walk.predict, walk.lens))
         ):
             raise UsageError(
                 f"a walk of {bs} requests of {self.shape.w} rows was expected, found "
@@ -149,9 +149,15 @@ class Binder:
         held = None if self.depth is Depth.FULL else self.eager.pop(key, None)
         if held is None:
             held = self._bind(view.complete(), tape)
-            # nothing of this step is held for longer than it takes
+            # nothing of this step is held for longer than it takes: each launch is given its own
+            none = None if kvi is None else kvi.new_empty(0)
             held.verify = replace(held.verify, keep=())
-            held.buffers = replace(held.buffers, mask=None, kv_indices=None)
+            held.buffers = replace(held.buffers, mask=None, kv_indices=none)
+            if self.depth is not Depth.FULL:  # what binds it for other trees held the step's arrays
+                table = view.runner.req_to_token_pool.req_to_token
+                held.before = self.check.bind_before(
+                    held.buffers, held.shape, table, batch.req_pool_indices
+                )
         if self.depth is not Depth.FULL:
             self.eager[key] = held
             if len(self.eager) > EAGER:

@@ -75,6 +75,8 @@ class Before:
                 f"{one.numel()}, {two.numel()} and {three.numel()}."
             )
         given = one, two, three
+        if not all(part.is_contiguous() for part in given):
+            raise UsageError("trees are expected in contiguous arrays, found others.")
         call = self._bound((trees, one.dtype, two.dtype, three.dtype), trees, given)
         call.put(0, (*given, bs, *moved))
         return call
@@ -82,7 +84,5 @@ class Before:
     def _bound(self, kind: Any, trees: int, given: tuple[Tensor, ...]) -> Call:
         call = self._calls.get(kind)
         if call is None:
-            if not all(part.is_contiguous() for part in given):
-                raise UsageError("trees are expected in contiguous arrays, found others.")
             call = self._calls[kind] = self._bind(trees, given).launch
         return call
