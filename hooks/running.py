@@ -7,7 +7,7 @@ from typing import Any
 
 from ddtree_guard.hooks.checker import Checker
 from ddtree_guard.hooks.record import Record
-from ddtree_guard.hooks.view import View
+from ddtree_guard.hooks.view import View, ragged
 
 
 class Running:
@@ -37,6 +37,8 @@ class Running:
         launch = checker.ready_made.get((id(backend), batch.req_pool_indices.shape[0]))
         # who replaces `build`, to plant a fault, is asked in each step
         if launch is None or "build" in vars(checker):
+            return False
+        if not batch.forward_mode.is_target_verify() or ragged(batch):
             return False
         self.queued = backend, batch, None
         launch.begin(batch.spec_info, len(self.batch.reqs))
