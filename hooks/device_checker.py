@@ -147,6 +147,9 @@ class DeviceChecker:
             launch, outcome = record.ticket, None
             try:
                 outcome = launch.outcome(self.graphs.check, record.outcome)
+            except Exception:
+                record.why = "its walk could not be judged"
+                raise
             finally:  # a step whose walk cannot be judged must not pass to the next one
                 self.graphs.check.close(outcome)
                 self._closed += 1
@@ -176,7 +179,8 @@ class DeviceChecker:
             self._verdicts = {n: held for n, held in self._verdicts.items() if n > number}
         if verdict is None:
             return record.findings
-        record.checked = verdict.launches > (self._runs[1] if since == self._runs[0] else 0)
+        ran = verdict.launches > (self._runs[1] if since == self._runs[0] else 0)
+        record.checked = ran and not record.why
         self._runs, record.mark = (since, verdict.launches), verdict.step
         if self.tape is not None and since == self._since:
             self.tape.settled(record)
