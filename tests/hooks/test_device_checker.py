@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ from ddtree_guard.hooks import arm, launches
 from ddtree_guard.hooks.links import with_parents
 from ddtree_guard.step import Tree
 from ddtree_guard.testing.cases import SMALL, VerifyCase, grow_trees, small_case
+from ddtree_guard.testing.fakes import sglang
 
 pytestmark = pytest.mark.sglang
 
@@ -202,15 +206,19 @@ def test_eager_steps_of_a_kind_are_bound_once(
     server.step()
     held = guard.checker._binder.eager
     (first,) = held.values()
-    assert first.buffers.mask is None  # what grows with the context is not kept
+    mask = weakref.ref(server.backend.forward_metadata.custom_mask)
+    assert mask() is not None
     server.step()
     assert list(held.values()) == [first]
+    server.step()
+    gc.collect()
+    assert mask() is None  # what grows with the context is not kept
     reqs = list(server.reqs)
     for count in (2, 1, 3):
         server.reqs = reqs[:count]
         server.step()
     assert [launch.shape.lanes for launch in held.values()] == [1, 3]
-    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (5, 5)
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (6, 6)
     assert guard.coverage.findings == 0
 
 
@@ -254,6 +262,28 @@ def test_a_replay_waits_for_what_the_device_needs_alone(start: Callable[..., Any
     server.step()
     assert seen == [(False, False)]
     assert guard.coverage.steps_checked == 4
+
+
+def test_a_replay_of_another_kind_is_no_verify_step(start: Callable[..., Any]) -> None:
+    server, guard = start(small_case("NGRAM", True))
+    _require_check_in_graph(guard)
+    for _ in range(3):
+        server.step()
+    assert guard.checker.ready_made
+    built, modes = guard.built, sglang("model_executor.forward_batch_info").ForwardMode
+
+    def other(backend: Any, batch: Any, path: str) -> None:
+        batch = copy.copy(batch)
+        batch.forward_mode, batch.spec_info = modes["DECODE"], None
+        built(backend, batch, path)
+
+    guard.built = other
+    server.replayed = lambda: None
+    for _ in range(2):
+        server.step()
+    assert not guard.fuses.faults
+    assert guard.coverage.steps_checked == 3
+    assert guard.coverage.findings == 0
 
 
 def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., Any]) -> None:
