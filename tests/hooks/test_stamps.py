@@ -75,8 +75,11 @@ def test_a_replay_with_an_input_of_an_earlier_step_is_named(
     monkeypatch: pytest.MonkeyPatch,
     skipped: str,
 ) -> None:
+    from ddtree_guard.hooks.facts import release
     from ddtree_guard.testing import server as module
 
+    if release() == "0.5.12":
+        pytest.skip("DDTREE does not run on 0.5.12, whose replays are handed their fields")
     case = VerifyCase(algorithm="DDTREE", budget=8, lens=(9, 4, 12), padded_bs=4, head_dim=16,
                       heads=2, kv_heads=1)  # fmt: skip
     server = module.MiniServer(case, "auto")
