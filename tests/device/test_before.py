@@ -98,3 +98,15 @@ def test_trees_that_are_too_short_are_not_read(at: int) -> None:
     given[at] = given[at][:-1]
     with pytest.raises(UsageError, match="trees of 2 requests of 9 rows"):
         before(2, PARENTS, *given)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_strided_trees_are_refused_whatever_came_before(at: int) -> None:
+    step = sound_step(3, **STEP)
+    _, _, before = _bound(step)
+    parts = (step.tree.parents, step.tree.depths, step.tree.sizes)
+    given = [torch.from_numpy(part) for part in parts]
+    before(2, PARENTS, *given)
+    given[at] = torch.stack([given[at], given[at]], dim=-1)[..., 0]
+    with pytest.raises(UsageError, match="contiguous"):
+        before(2, PARENTS, *given)

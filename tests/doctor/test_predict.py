@@ -12,6 +12,7 @@ from ddtree_guard.doctor.faults import matches
 from ddtree_guard.doctor.memory import verify_memory
 from ddtree_guard.doctor.model import Model, model_of
 from ddtree_guard.doctor.predict import Prediction, corrected_here, predict
+from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.facts import MATRIX, generation_of
 
 Make = Callable[..., Deployment]
@@ -226,3 +227,11 @@ def test_models() -> None:
     assert model_of({**text, "layer_types": types}).recurrent
     assert model_of({"dflash_config": {"block_size": 16}}).block == 16
     assert not model_of(text).recurrent
+
+
+def test_every_rule_is_said_to_be_checked_or_not(make: Make) -> None:
+    seen = judged(make(speculative_algorithm="DFLASH"))
+    skipped = [entry.rule for entry in seen.not_checked]
+    assert len(set(skipped)) == len(skipped)
+    assert not set(skipped) & set(seen.checked)
+    assert {*skipped, *seen.checked} == {rule.id for rule in Guard().rules}
