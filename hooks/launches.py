@@ -26,10 +26,11 @@ from ddtree_guard.device.operands import (
     moved_verify,
     moving,
 )
-from ddtree_guard.errors import IncompatibleError, UsageError
+from ddtree_guard.errors import UsageError
 from ddtree_guard.hooks.contracts import contract_of
 from ddtree_guard.hooks.device import buffers_of_backend
 from ddtree_guard.hooks.facts import Facts, facts_of
+from ddtree_guard.hooks.links import links_of
 from ddtree_guard.hooks.observe import verify_width
 from ddtree_guard.hooks.record import Walk
 from ddtree_guard.hooks.view import View, lanes_of
@@ -73,12 +74,7 @@ class Launch:
         if parents is not None:
             self.before(bs, PARENTS, parents, spec.depths, spec.tree_sizes)
             return
-        child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
-        if child is None or sibling is None:
-            raise IncompatibleError(
-                f"expected {type(spec).__name__} to hold parents or links, found neither; "
-                "register an adapter for it."
-            )
+        child, sibling = links_of(spec)
         self.before(bs, LINKS, child, sibling, sibling)
 
     def outcome(self, check: DeviceCheck, walk: Walk | None) -> Operands | None:
@@ -149,15 +145,6 @@ class Binder:
         held = None if self.depth is Depth.FULL else self.eager.pop(key, None)
         if held is None:
             held = self._bind(view.complete(), tape)
-            # nothing of this step is held for longer than it takes: each launch is given its own
-            none = None if kvi is None else kvi.new_empty(0)
-            held.verify = replace(held.verify, keep=())
-            held.buffers = replace(held.buffers, mask=None, kv_indices=none)
-            if self.depth is not Depth.FULL:  # what binds it for other trees held the step's arrays
-                table = view.runner.req_to_token_pool.req_to_token
-                held.before = self.check.bind_before(
-                    held.buffers, held.shape, table, batch.req_pool_indices
-                )
         if self.depth is not Depth.FULL:
             self.eager[key] = held
             if len(self.eager) > EAGER:
@@ -196,10 +183,14 @@ class Binder:
         )
         trees = {"tokens": batch.input_ids, **_new_trees(lanes, w, batch.seq_lens.device)}
         buffers = buffers_of_backend(metadata, batch, self.live_count, trees)
-        table = runner.req_to_token_pool.req_to_token
-        before = self.check.bind_before(buffers, shape, table, batch.req_pool_indices)
         pack = None if tape is None else tape.pack(view, buffers, shape)
         verify = self.check.bind(buffers, shape, pack=pack)
+        if view.path != "graph":  # what grows with the context is given to each launch, not held
+            verify, kvi = replace(verify, keep=()), buffers.kv_indices
+            none = None if kvi is None else kvi.new_empty(0)
+            buffers = replace(buffers, mask=None, kv_indices=none)
+        table = runner.req_to_token_pool.req_to_token
+        before = self.check.bind_before(buffers, shape, table, batch.req_pool_indices)
         kind = (view.state, view.path)
         return Launch(shape, buffers, verify, before, kind, shape.contract.chain, pack=pack)
 

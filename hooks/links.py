@@ -7,7 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from ddtree_guard.errors import IncompatibleError
 from ddtree_guard.step import Tree
+
+
+def links_of(spec: Any) -> tuple[Any, Any]:
+    """First children and next siblings of a batch's trees. Raises IncompatibleError for none."""
+    child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
+    if child is None or sibling is None:
+        raise IncompatibleError(
+            f"expected {type(spec).__name__} to hold parents or links, found neither; "
+            "register an adapter for it."
+        )
+    return child, sibling
 
 
 def with_parents(tree: Tree) -> Tree:

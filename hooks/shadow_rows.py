@@ -19,6 +19,7 @@ from ddtree_guard.device.tree import fill_parents
 from ddtree_guard.errors import IncompatibleError
 from ddtree_guard.hooks.contracts import row_of
 from ddtree_guard.hooks.facts import facts_of
+from ddtree_guard.hooks.links import links_of
 from ddtree_guard.hooks.observe import verify_width
 from ddtree_guard.hooks.view import View
 from ddtree_guard.step import Attention, Step
@@ -153,12 +154,7 @@ class Snapshots:
         if getattr(spec, "parents", None) is not None:
             parents.copy_(spec.parents.reshape(-1)[part].view(count, w))
             return
-        child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
-        if child is None or sibling is None:
-            raise IncompatibleError(
-                f"expected {type(spec).__name__} to hold parents or links, found neither; "
-                "register an adapter for it."
-            )
+        child, sibling = links_of(spec)
         known, depths = self._depths.get(id(parents), (None, None))
         if known is not parents:
             depths = torch.zeros_like(parents)
