@@ -14,12 +14,14 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ddtree_guard.device.operands import Buffers
 from ddtree_guard.device.ring_program import PACKED
 from ddtree_guard.errors import UsageError
 
+LOOK_S = 0.001  # 8 MiB take a fifth of it
 Tensor = Any
 Kinds = dict[str, tuple[str, tuple[int, ...]]]  # field of a Step to dtype and shape
 
@@ -88,8 +90,8 @@ _MASK_NEEDS = PACKED["mask"] | PACKED["qo_indptr"] | PACKED["mask_indptr"]
 class Reader:
     """Copies a device's ring to the host on a stream of its own: beside what runs, from any thread.
 
-    Returns a (steps, words) int64 array, or None where the device does not answer in `wait_s`
-    seconds. Raises what CUDA raises when the device has failed.
+    Returns a (steps, words) int64 array, `into` if that is given, or None where the device does
+    not answer in `wait_s` seconds. Raises what CUDA raises when the device has failed.
     """
 
     def __init__(self, tensor: Tensor, wait_s: float = 2.0) -> None:
@@ -98,21 +100,32 @@ class Reader:
         self._cuda = tensor.device.type == "cuda"
         if self._cuda:
             self._stream = torch.cuda.Stream(tensor.device)
+            self._arrived = torch.cuda.Event()
             self._host = torch.zeros(tensor.shape, dtype=torch.int64, pin_memory=True)
 
-    def __call__(self) -> Any:
+    def __call__(self, into: Any = None) -> Any:
         if not self._cuda:
-            return self.tensor.numpy().copy()
-        with self._lock, torch.cuda.stream(self._stream):
-            self._host.copy_(self.tensor, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
+            return _copied(self.tensor.numpy(), into)
+        with self._lock:
+            with torch.cuda.stream(self._stream):
+                self._host.copy_(self.tensor, non_blocking=True)
+                self._arrived.record(self._stream)
             end = time.monotonic() + self.wait_s
-            while not arrived.query():
+            # each look may have to wait for a busy interpreter, and makes it wait
+            time.sleep(LOOK_S)
+            while not self._arrived.query():
                 if time.monotonic() > end:
                     return None
-                time.sleep(0.0002)
-            return self._host.numpy().copy()
+                time.sleep(LOOK_S)
+            return _copied(self._host.numpy(), into)
+
+
+def _copied(words: Any, into: Any) -> Any:
+    """A copy, in the array that is given if any: fresh memory costs more than the copy."""
+    if into is None:
+        return words.copy()
+    np.copyto(into, words)
+    return into
 
 
 def _kinds(buffers: Buffers, has: set[str], bs: int, lanes: int, w: int) -> Kinds:

@@ -35,7 +35,7 @@ log = logging.getLogger("ddtree_guard")
 QUIET_S = 30.0  # after a dump, further triggers of its kind are counted only
 LONGEST_S = 3600.0  # the quiet time doubles with each dump of a rule or heuristic, up to this
 SWEEP_S = 5.0
-DRAIN_S = 0.25
+DRAIN_S = 0.5  # what a device keeps is of this age at most when CUDA fails
 P = ParamSpec("P")
 R = TypeVar("R")
 

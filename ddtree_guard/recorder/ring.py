@@ -88,12 +88,26 @@ class _Slot:
     tokens: tuple[tuple[int, ...], ...] | None = None
 
 
+@dataclass(slots=True)
+class _Copy:
+    """A device's ring as it was copied: its words, the ring's `written` before, its slots before
+    and after, and the newest mark that the host had waited for after.
+    """
+
+    block: Any
+    written: int
+    before: list[_Slot | None]
+    after: list[_Slot | None]
+    newest: int
+
+
 class Ring:
     """Steps in, the newest K of them out. `steps` may be fewer than asked for: `max_bytes` rules.
 
     `written` counts steps put in, `dropped` those that were not kept. One thread writes; any thread
     may take a snapshot. A ring `on_device` gets its words by `fetch`, a call that returns a copy of
-    all slots or None; `drain` keeps one for the time when the device does not answer any more.
+    all slots or None, in the array that it is given if any; `drain` keeps one for the time when the
+    device does not answer any more.
     """
 
     def __init__(
@@ -106,12 +120,13 @@ class Ring:
         more = AHEAD if on_device else 0
         self.steps = max(0, min(steps + more, max_bytes // (self.words * 8)))
         self.block = np.zeros((0 if on_device else self.steps, self.words), np.int64)
-        self.fetch: Callable[[], Any] | None = None
+        self.fetch: Callable[[Any], Any] | None = None
         self.written = self.dropped = 0
         self._newest = 0  # the mark that the device wrote last, as far as is known
         self._slots: list[_Slot | None] = [None] * self.steps
         self._where: dict[int, int] = {}  # number of a step to its slot
-        self._kept: list[tuple[_Slot, Any]] = []
+        self._kept: _Copy | None = None  # the newest drained one
+        self._spare: Any = None  # room for the next
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +168,7 @@ class Ring:
     def restart(self) -> None:
         """Forget every step: the device counts its marks from 1 again."""
         self._newest = 0
-        self._slots, self._where, self._kept = [None] * self.steps, {}, []
+        self._slots, self._where, self._kept = [None] * self.steps, {}, None
 
     def _set(self, at: int, mark: int, *rest: Any) -> None:
         self._clear(at)
@@ -194,9 +209,14 @@ class Ring:
         return [self._step(slot, words) for slot, words in found]
 
     def drain(self) -> None:
-        """Keep what a device's ring holds now."""
-        if self.on_device and (not self._kept or self._kept[-1][0].number < self.written):
-            self._kept = sorted(self._fetched(), key=lambda pair: pair[0].number)
+        """Keep what a device's ring holds now. It happens again and again beside a serving thread
+        that needs the interpreter: what the copy is worth is found out when somebody asks.
+        """
+        if not self.on_device or (self._kept is not None and self._kept.written == self.written):
+            return
+        copied = self._copy_of_device(self._spare)
+        if copied is not None:
+            self._spare, self._kept = None if self._kept is None else self._kept.block, copied
 
     def _copied(self) -> list[tuple[_Slot, Any]]:
         found = []
@@ -215,29 +235,41 @@ class Ring:
 
     def _fetched(self) -> list[tuple[_Slot, Any]]:
         """Slots and words of the device; what was kept last where it does not answer."""
-        slots = list(self._slots)  # whose words were there before the copy began
+        copied = self._copy_of_device() or self._kept
+        return [] if copied is None else self._whole(copied)
+
+    def _copy_of_device(self, into: Any = None) -> _Copy | None:
+        """What lies on the device; None where it does not answer."""
+        written, before = self.written, list(self._slots)
         try:
-            block = None if self.fetch is None else self.fetch()
+            block = None if self.fetch is None else self.fetch(into)
         except RuntimeError:  # CUDA has failed
             block = None
         if block is None:
-            return list(self._kept)
+            return None
+        return _Copy(block, written, before, list(self._slots), self._newest)
+
+    def _whole(self, copied: _Copy) -> list[tuple[_Slot, Any]]:
+        """Slots and words of a copy: those whose words were there before it began, and are not
+        overwritten.
+        """
+        block = copied.block
         written = int(block[:, 0].max(initial=0))  # nobody may have waited for these steps
         return [
             (slot, block[at])
-            for at, slot in enumerate(slots)
+            for at, slot in enumerate(copied.before)
             if slot is not None
-            and self._slots[at] is slot
+            and copied.after[at] is slot
             and block[at, 0] == slot.mark
-            and not self._torn(slot.mark, written)
+            and not self._torn(slot.mark, copied.newest, written)
         ]
 
-    def _torn(self, mark: int, written: int) -> bool:
+    def _torn(self, mark: int, newest: int, written: int) -> bool:
         """Whether the slot of this mark may have been overwritten while it was copied: by a step
         around the newest one, whose words come before its own mark.
         """
-        first = max(self._newest, written) - AHEAD
-        last = max(self._newest + AHEAD, written + MEANWHILE)
+        first = max(newest, written) - AHEAD
+        last = max(newest + AHEAD, written + MEANWHILE)
         other = last - (last - mark) % self.steps  # the last of them that has this slot
         return other > max(mark, first)
 

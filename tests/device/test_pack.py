@@ -232,7 +232,7 @@ def test_a_device_that_does_not_answer_leaves_what_was_drained() -> None:
     before = device.ids
     device.ring.drain()
     device.run(step(20, 5, None))
-    for answer in (lambda: None, lambda: exec('raise RuntimeError("CUDA error")')):
+    for answer in (lambda _: None, lambda _: exec('raise RuntimeError("CUDA error")')):
         device.ring.fetch = answer
         assert device.ids == before
 

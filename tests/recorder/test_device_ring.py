@@ -20,8 +20,15 @@ class Device:
     def __init__(self) -> None:
         self.ring = Ring(STEPS, 3, 5, on_device=True)
         self.memory = np.zeros((self.ring.steps, self.ring.words), np.int64)
-        self.ring.fetch = self.memory.copy
+        self.ring.fetch = self.fetch
         self.base = bare(sound_step(0, lens=(37, 21, 50), w=5))
+
+    def fetch(self, into: Any) -> Any:
+        """What the ring asks for."""
+        if into is None:
+            return self.memory.copy()
+        into[:] = self.memory
+        return into
 
     def pack(self, mark: int, words: int | None = None) -> None:
         """Write a step, or its first words but not yet its mark."""
@@ -66,7 +73,7 @@ def test_a_step_that_ends_while_the_ring_is_copied_is_left_out() -> None:
     device = Device()
     device.run(*range(1, 31))
 
-    def copied() -> Any:
+    def copied(_: Any) -> Any:
         device.pack(31, 20)
         block = device.memory[: 33 % device.ring.steps].copy()
         device.pack(31)
@@ -91,7 +98,7 @@ def test_what_the_host_is_told_while_it_copies_counts() -> None:
     device = Device()
     device.run(*range(1, 31))
 
-    def copied() -> Any:
+    def copied(_: Any) -> Any:
         block = device.memory.copy()
         for mark in range(31, 39):
             block[mark % device.ring.steps, 20:] = mark  # as the device writes while it is copied
@@ -115,7 +122,7 @@ def test_a_restart_while_it_is_copied_leaves_nothing_of_before(restart: bool) ->
     device = Device()
     device.run(*range(1, 10))
 
-    def copied(then: Callable[[], None] = device.restart) -> Any:
+    def copied(_: Any, then: Callable[[], None] = device.restart) -> Any:
         block = device.memory.copy()
         if restart:
             then()
@@ -124,3 +131,33 @@ def test_a_restart_while_it_is_copied_leaves_nothing_of_before(restart: bool) ->
 
     device.ring.fetch = copied
     assert numbers(device.ring.snapshot()) == ([] if restart else list(range(1, 10)))
+
+
+def test_what_is_kept_stays_while_the_next_copy_is_made() -> None:
+    device = Device()
+    device.run(*range(1, 6))
+    given: list[Any] = []
+    fetch = device.fetch
+
+    def copied(into: Any) -> Any:
+        given.append(fetch(into))
+        return given[-1]
+
+    device.ring.fetch = copied
+    device.ring.drain()
+    device.ring.drain()  # nothing is new
+    assert len(given) == 1
+    for newest in range(6, 12):
+        device.run(newest)
+        device.ring.drain()
+    assert len({id(block) for block in given}) == 2  # no fresh memory in each turn
+    device.run(12)
+
+    def fails(into: Any) -> Any:
+        if into is not None:
+            into[:] = -1  # half a copy
+        raise RuntimeError("CUDA error")
+
+    device.ring.fetch = fails
+    device.ring.drain()
+    assert numbers(device.ring.snapshot()) == list(range(1, 12))
