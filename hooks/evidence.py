@@ -1,8 +1,9 @@
 """Writes a process's evidence (`ddtree_guard.evidence`) from a thread of its own.
 
-The serving thread only appends to a queue. The thread wakes ten times a second, looks at one file
-for a fence, and writes what is new: findings at once, counts once a second and when steps have come
-to rest. A fence is answered when no step is in flight, or after two seconds.
+The serving thread only appends to a queue. The thread wakes once a second, looks at one file for a
+fence, and writes what is new: findings at once, counts once a second and when steps have come to
+rest. Where somebody sets fences it wakes ten times a second. A fence is answered when no step is in
+flight, or after two seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from ddtree_guard.rule import Finding
 from ddtree_guard.step import Step
 
 log = logging.getLogger("ddtree_guard")
-TICK_S, PERIOD_S = 0.1, 1.0
-SLOWLY = 10  # ticks between two looks for the first fence
+TICK_S, PERIOD_S = 0.1, 1.0  # a thread that wakes takes the interpreter from the serving one
 WAIT_S = 2.0  # for steps in flight, before a fence is answered all the same
 QUIET = 2  # ticks without a change before a process counts as quiet
 TEXTS = 8  # findings of a rule that are kept in words, between two fences
@@ -68,7 +68,8 @@ class Evidence:
         self._due = 0.0
         self._token = ""  # the fence that was answered last
         self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._ended = False
         self._thread: threading.Thread | None = None
         self._failed = False
 
@@ -105,14 +106,16 @@ class Evidence:
             "dump": None if dump is None else str(dump.absolute()),
             "at": _now(), "number": self._number,
         })  # fmt: skip
+        self._wake.set()
         if self._stops and not finding.latent:
             self.flush()  # mode raise ends this process now
 
     def close(self) -> None:
         """End the thread and write the rest."""
-        if self._stop.is_set():
+        if self._ended:
             return
-        self._stop.set()
+        self._ended = True
+        self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2)
         self.flush(last=True)
@@ -121,16 +124,15 @@ class Evidence:
     # --- the thread -----------------------------------------------------------------------------
     def _work(self) -> None:
         before: dict[str, Any] = {}
-        ticks, quiet, since = 0, 0, 0.0
-        while not self._stop.wait(TICK_S):
-            ticks += 1
+        quiet, since = 0, 0.0
+        while not self._ended:
+            self._wake.wait(TICK_S if self._token or since else PERIOD_S)
+            self._wake.clear()
             try:
                 now = self._counts()
                 still = now == before and not self._new
                 quiet, before = (quiet + 1 if still and not now["open"] else 0), now
-                # where nobody has set a fence yet, one is looked for once a second
-                fenced = self._token or ticks % SLOWLY == 0
-                token = self._asked() if fenced else self._token
+                token = self._asked()
                 if token != self._token:
                     since = since or time.monotonic()
                 if since and (quiet >= QUIET or time.monotonic() - since > WAIT_S):
