@@ -249,7 +249,7 @@ def count(benches: list[Bench]) -> None:
         bench.children[tool].ask_probe()
     time.sleep(1.3)
     names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "gpu_allocated",
-             "pinned_bytes")  # fmt: skip
+             "pinned_bytes", "threads_s")  # fmt: skip
     for bench, tool in children:
         child = bench.children[tool]
         probe, log = child.probe(), child.cell.path("log.txt").read_text(errors="replace")

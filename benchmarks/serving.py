@@ -277,16 +277,17 @@ class Child:
         return "\n".join(text.splitlines()[-lines:])
 
     def pin(self, cpus: Sequence[int], scheduler: Sequence[int] = ()) -> None:
-        """Let the engine's processes run on these processors from now on; its scheduler on others
-        where some are given.
+        """Let the engine's processes run on these processors from now on; the main thread of its
+        scheduler on others where some are given. That process's other threads stay apart from it,
+        as they are on a server.
         """
         if not self._members:
             self._members = members(self.process.pid)
         for pid, name in self._members.items():
-            wanted = scheduler if scheduler and "scheduler" in name else cpus
             with contextlib.suppress(OSError):  # one may have ended
-                for thread in os.listdir(f"/proc/{pid}/task"):
-                    os.sched_setaffinity(int(thread), wanted)
+                for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+                    main = scheduler and "scheduler" in name and thread == pid
+                    os.sched_setaffinity(thread, scheduler if main else cpus)
 
     def stop(self, patience: float = 10.0) -> None:
         """End the engine and everything that it started, softly for `patience` seconds."""
