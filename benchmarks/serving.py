@@ -69,6 +69,7 @@ class Cell:
     sizes: tuple[int, ...] = ()
     asked: bool = False
     times: bool = False
+    turns: bool = False
     folder: str = "/tmp/ddtree-guard-bench"
 
     @property
@@ -184,6 +185,7 @@ def environment(cell: Cell) -> dict[str, str]:
         "SGLANG_DDTREE_BUDGET": str(cell.w - 1) if cell.algorithm == "DDTREE" else "",
         "DDTREE_GUARD_PROBE_ASKED": "on" if cell.asked else "",
         "DDTREE_GUARD_PROBE_TIMES": "on" if cell.times else "",
+        "DDTREE_GUARD_PROBE_TURNS": "on" if cell.turns else "",
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
         "SGLANG_DISABLED_MODEL_ARCHS": unused_models({"llama", "llama_eagle"}),
         "OMP_NUM_THREADS": "2",

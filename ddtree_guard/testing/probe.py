@@ -10,6 +10,7 @@ or a benchmark puts one on the path; it is no part of an installed guard. It rea
                                      can hold it: bs >= 2, on the last request; W3@50+ in all
                                      steps from then on
     DDTREE_GUARD_PROBE_TIMES=on      measure the host time of the guard's part of every site
+    DDTREE_GUARD_PROBE_TURNS=on      measure steps with the guard's sites and without, in turns
 
 Further faults: each line added to the file that is named like FILE, ending in .plant, is a rule,
 planted at once.
@@ -26,9 +27,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ddtree_guard.config import setting
 from ddtree_guard.hooks import arm
@@ -52,10 +53,13 @@ def _run() -> None:
     plans: list[dict[str, Any]] = []
     asked = bool(setting("DDTREE_GUARD_PROBE_ASKED"))
     watch: Stopwatch | None = None
+    turns: Turns | None = None
     while True:
         time.sleep(PERIOD_S)
         if arm.GUARDS and watch is None and setting("DDTREE_GUARD_PROBE_TIMES"):
             watch = Stopwatch(arm.GUARDS[-1])
+        if arm.GUARDS and turns is None and setting("DDTREE_GUARD_PROBE_TURNS"):
+            turns = Turns(arm.GUARDS[-1])
         if asked and target.exists():
             continue
         if not arm.GUARDS:
@@ -67,7 +71,8 @@ def _run() -> None:
             plans.append({"rule": rule, "from": step_id, "at": None})
             plans[-1] |= {"always": True} if always and len(plans) == 1 else {}
             plant_at(guard, plans[-1])
-        times = {} if watch is None else {"host_us": watch.table()}
+        times: dict[str, Any] = {} if watch is None else {"host_us": watch.table()}
+        times |= {} if turns is None else {"turns": turns.table()}
         first_plan = plans[0] if plans else None
         _write(target, {**counters(guard), "planted": first_plan, "plants": plans, **times})
 
@@ -189,6 +194,73 @@ class Stopwatch:
                 "p99": round(held[len(held) * 99 // 100], 2),
             }
         return found
+
+
+class Turns:
+    """Steps of one engine with the guard's sites and without them, in turns of TURN steps: what the
+    guard adds to a step, with nothing between the two but the guard. `all` has every site, `front`
+    those before the replay, `none` has none. What stays in all three are the wrappers, the check
+    inside the graph and the guard's threads.
+    """
+
+    STATES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "all": (),
+        "none": ("begin", "built", "accepted", "end"),
+        "front": ("accepted", "end"),
+    }
+    TURN, SKIPPED = 24, 6  # steps, and those of them that still feel the turn before
+
+    def __init__(self, guard: Any) -> None:
+        self._guard = guard
+        self._own = {name: getattr(guard, name) for name in self.STATES["none"]}
+        self._state, self._muted = "all", frozenset[str]()
+        self._steps, self._bs, self._last = 0, 0, 0
+        self._turn: list[float] = []
+        self._found: dict[tuple[int, str], list[float]] = {}
+        guard.begin = self._begin
+
+    def _begin(self, batch: Any) -> None:
+        mode = batch.forward_mode
+        self._time(len(batch.reqs) if mode is not None and mode.is_decode() else 0)
+        if "begin" not in self._muted:
+            self._own["begin"](batch)
+
+    def _time(self, bs: int) -> None:
+        """A step of so many requests begins; 0 is another batch."""
+        now = time.perf_counter_ns()
+        self._steps += 1
+        if not bs or bs != self._bs:
+            self._steps, self._turn = 0, []
+        elif self._steps > self.SKIPPED:
+            self._turn.append((now - self._last) / 1000)
+        self._bs, self._last = bs, now
+        if self._steps >= self.TURN:
+            held = self._found.setdefault((bs, self._state), [])
+            held.append(round(statistics.fmean(self._turn), 2))
+            self._steps, self._turn = 0, []
+            self._next()
+
+    def _next(self) -> None:
+        """The other sites, from the step that begins now."""
+        names = list(self.STATES)
+        self._state = names[(names.index(self._state) + 1) % len(names)]
+        self._muted = frozenset(self.STATES[self._state])
+        for name, own in self._own.items():
+            if name != "begin":
+                setattr(self._guard, name, _nothing if name in self._muted else own)
+        self._guard.running.set(None)
+        self._guard.checker._changed()  # what was checked meanwhile is nobody's
+
+    def table(self) -> dict[str, dict[str, list[float]]]:
+        """By number of requests and state: the mean step of each turn, in us."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for (bs, state), turns in list(self._found.items()):
+            found.setdefault(str(bs), {})[state] = list(turns)
+        return found
+
+
+def _nothing(*args: Any) -> None:
+    """A site that is muted."""
 
 
 def counters(guard: Any) -> dict[str, Any]:
