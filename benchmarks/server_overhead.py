@@ -1,18 +1,19 @@
 """What the guard costs a server: engines side by side on one GPU, measured in turns.
 
-    python benchmarks/server_overhead.py --w 64,8 --seconds 280 [--gpus 0,1] [--tools guard,control]
+    python benchmarks/server_overhead.py --w 64,8 --seconds 520 [--gpus 0,1] [--tools kv_canary]
 
-For each width an engine without a guard and one with it are resident on one GPU. A block is the
-same requests on one engine; a round is one block on each of the two, and rounds alternate which
-goes first. One ratio comes from two neighbouring rounds (four blocks, each engine once first), so
-that drift and order fall out; the interval is a bootstrap over those. The engine that runs has the
-same processors as the other when that runs, one core of them for its scheduler alone; the engine
-that waits sleeps on others. `ratio_to_off` is of tokens per second of decoding, over whole blocks,
-`step_to_off` of the median time between two steps, which a pause of the host does not move. A
-third engine at the first width, `control`, has no guard either: its ratio is what the method says
-of nothing. SGLang's own tools are measured at the last width, in fewer rounds. With two GPUs the
-widths are measured at the same time, each on its own GPU with half of the processors. The result
-file is rewritten every few seconds; rows of other widths stay.
+For each width two engines without a guard and two with it are resident on one GPU: two processes
+that run the same code differ by up to a percent, for as long as they live. A block is the same
+requests on one engine; a round is one block on each of the four, and rounds alternate which side
+goes first. One ratio comes from two neighbouring rounds, so that drift and order fall out; the
+interval is a bootstrap over those. The engine that runs has the same processors as the others when
+those run, one core of them for its scheduler's main thread alone; the engines that wait sleep on
+others. `ratio_to_off` is of tokens per second of decoding, over whole blocks, `step_to_off` of the
+median time between two steps, which a pause of the host does not move. `control` is what the method
+says of nothing: the second engine without a guard to the first, in the same blocks. SGLang's own
+tools are measured at the last width, in fewer rounds, against one engine. With two GPUs the widths
+are measured at the same time, each on its own GPU with half of the processors. The result file is
+rewritten every few seconds; rows of other widths stay.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from typing import Any
 
 from serving import ROOT, Cell, Child
 
-TOOLS = ("guard", "control", "kv_canary", "async_assert")
+TOOLS = ("kv_canary", "async_assert")
+FOUR = ("off", "guard", "control", "twin")  # the second ones of both sides last
 CONCURRENCY = (8, 32, 1)  # the ones that matter most first
 MODES = {"guard": "log", "kv_canary": "log", "control": "off"}
 POOL = 24_000  # KV slots: 32 requests with their lookahead, and their prompts in the radix cache
@@ -65,13 +67,19 @@ def percentile(values: list[float], share: float) -> float | None:
 
 
 # --- one width ---
+Block = dict[str, Any]
+Round = tuple[list[Block], list[Block]]
+
+
 @dataclass(slots=True)
 class Case:
-    """A width at a concurrency. `rounds` are (unguarded, tool's) blocks by tool."""
+    """A width at a concurrency. `rounds` are, by tool, the unguarded engines' blocks and the
+    tool's.
+    """
 
     concurrency: int
     length: int = 0
-    rounds: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = field(default_factory=dict)
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -100,11 +108,14 @@ class Bench:
         )
 
     def round(self, tool: str, case: Case) -> None:
-        """One block on the unguarded engine and one on the tool's."""
+        """One block on each engine of both sides."""
         held = case.rounds.setdefault(tool, [])
-        order = ("off", tool) if len(held) % 2 == 0 else (tool, "off")
-        found = {name: self.block(name, case) for name in order}
-        held.append((found["off"], found[tool]))
+        sides = [["off"], [tool]]
+        if tool == "guard" and {"control", "twin"} <= set(self.children):
+            sides = [["off", "control"], ["guard", "twin"]]
+        first, last = sides if len(held) % 2 == 0 else sides[::-1]
+        found = {name: self.block(name, case) for name in (first[0], *last, *first[1:])}
+        held.append(([found[name] for name in sides[0]], [found[name] for name in sides[1]]))
 
     def settle(self, case: Case, block_s: float) -> None:
         """Blocks that are not measured: lengths, radix cache, n-grams, clocks; and each engine told
@@ -127,18 +138,30 @@ class Bench:
             summary(tool, self.w, case, self.facts.get(tool, {}))
             for case in self.cases
             for tool in dict.fromkeys(("off", *self.children))
-            if case.rounds.get("guard" if tool == "off" else tool)
+            if self.measured(tool, case)
         ]
+
+    def measured(self, tool: str, case: Case) -> bool:
+        """Whether there is something to say about a tool; a twin is part of the guard's row."""
+        alone = tool == "control" and "twin" not in self.children
+        return tool != "twin" and not alone and bool(case.rounds.get(rounds_of(tool)))
+
+
+def rounds_of(tool: str) -> str:
+    """The tool in whose rounds these engines ran."""
+    return "guard" if tool in FOUR else tool
 
 
 def summary(tool: str, w: int, case: Case, facts: dict[str, Any]) -> dict[str, Any]:
     """One row: a tool at a width and a concurrency, over its rounds."""
-    rounds = case.rounds["guard" if tool == "off" else tool]
-    mine = [pair[tool != "off"] for pair in rounds]
-    ratios = [one["tokens_per_s"] / off["tokens_per_s"] for off, one in rounds]
+    rounds = case.rounds[rounds_of(tool)]
+    if tool == "control":
+        rounds = [(off[:1], off[1:]) for off, _ in rounds]
+    mine = [block for sides in rounds for block in sides[tool != "off"]]
+    ratios = [mean("tokens_per_s", one) / mean("tokens_per_s", off) for off, one in rounds]
     pairs = paired(ratios) if tool != "off" else [1.0]
     low, high = interval(pairs) if len(pairs) > 1 else (None, None)
-    step = paired([off["step_s"] / one["step_s"] for off, one in rounds])
+    step = paired([mean("step_s", off) / mean("step_s", one) for off, one in rounds])
     step = step if tool != "off" else [1.0]
     step_low, step_high = interval(step) if len(step) > 1 else (None, None)
     steps, tokens = (sum(one[name] for one in mine) for name in ("steps", "tokens"))
@@ -146,6 +169,7 @@ def summary(tool: str, w: int, case: Case, facts: dict[str, Any]) -> dict[str, A
     return {
         "tool": tool, "mode": MODES.get(tool, tool), "algorithm": "NGRAM", "w": w,
         "concurrency": case.concurrency, "blocks": len(rounds), "pairs": len(pairs),
+        "engines": len(rounds[0][tool != "off"]),
         "tokens_per_s": round(statistics.median(one["tokens_per_s"] for one in mine), 1),
         "ratio_to_off": round(statistics.median(pairs), 4),
         "ratio_low": low and round(low, 4), "ratio_high": high and round(high, 4),
@@ -160,9 +184,14 @@ def summary(tool: str, w: int, case: Case, facts: dict[str, Any]) -> dict[str, A
     }  # fmt: skip
 
 
-def steps_to_off(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> float | None:
-    """Verify steps of the tool's engine to the other's, for the same requests: 1 if all is fair."""
-    off, mine = (sum(pair[at]["steps"] for pair in rounds) for at in (0, 1))
+def mean(name: str, blocks: list[Block]) -> float:
+    """The geometric mean over one side's engines."""
+    return statistics.geometric_mean(block[name] for block in blocks)
+
+
+def steps_to_off(rounds: list[Round]) -> float | None:
+    """Verify steps of the tool's engines to the others', for the same requests: 1 if it is fair."""
+    off, mine = (sum(block["steps"] for sides in rounds for block in sides[at]) for at in (0, 1))
     return round(mine / off, 5) if off else None
 
 
@@ -170,14 +199,15 @@ def steps_to_off(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> float |
 def cells(options: argparse.Namespace) -> list[Cell]:
     """All engines, the ones that are needed most first."""
     gpus, groups = options.gpus, processors(len(options.gpus))
-    wanted = [(tool, at) for tool in ("off", "guard") for at in range(len(options.w))]
-    wanted += [("control", 0), *((tool, len(options.w) - 1) for tool in TOOLS[2:])]
+    fit = FOUR if len(gpus) >= len(options.w) else FOUR[:2]  # a GPU holds seven engines
+    wanted = [(tool, at) for tool in fit for at in range(len(options.w))]
+    wanted += [(tool, len(options.w) - 1) for tool in TOOLS if tool in options.tools]
     return [
         Cell(
             "NGRAM", tool=tool, shape=options.shape, w=options.w[at], max_running=32, pool=POOL,
             sizes=SIZES, asked=True, gpu=gpus[at % len(gpus)], cpus=tuple(groups[at % len(gpus)]),
         )
-        for tool, at in wanted if tool in ("off", *options.tools)
+        for tool, at in wanted
     ]  # fmt: skip
 
 
@@ -231,7 +261,7 @@ def start(wanted: list[Cell], deadline: float, warm_s: float) -> tuple[list[Benc
         cases = [Case(c) for c in CONCURRENCY]
         made_for = Bench(cell.w, {}, {}, cases, warm_s, shares(cell.cpus))
         bench = benches.setdefault(cell.w, made_for)
-        patience = START_S if cell.tool in ("off", "guard") else TOOL_S  # others are started by now
+        patience = START_S if cell.tool in FOUR else TOOL_S  # others are started by now
         try:
             ready = child.answer(min(patience, deadline - time.monotonic() - 30))
             bench.children[cell.tool] = child
@@ -256,6 +286,10 @@ def count(benches: list[Bench]) -> None:
         bench.facts[tool] |= {name: probe.get(name) for name in names}
         bench.facts[tool]["violations_logged"] = log.count("iolation")
         bench.facts[tool]["dumps"] = probe.get("recorder", {}).get("dumps")
+    for bench in [bench for bench in benches if "guard" in bench.facts]:
+        for name in ("verify_steps", "steps_checked", "findings", "violations_logged", "dumps"):
+            values = [bench.facts.get(tool, {}).get(name) for tool in ("guard", "twin")]
+            bench.facts["guard"][name] = sum(value or 0 for value in values)
 
 
 def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, save: Any) -> None:
@@ -267,7 +301,7 @@ def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, sav
         if len(case.rounds.get("guard", ())) >= options.blocks:
             return
         bench.settle(case, options.block)
-        turns = {"off": 0, "guard": options.rounds, "control": max(1, options.rounds // 4)}
+        turns = dict.fromkeys(FOUR, 0) | {"guard": options.rounds}
         for tool in [name for name in bench.children for _ in range(turns.get(name, 1))]:
             begun = time.monotonic()
             if begun + longest > deadline:
@@ -350,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, default=120, help="most rounds per case")
     parser.add_argument("--block", type=float, default=0.6, help="seconds per block")
     parser.add_argument("--warm", type=float, default=0.1, help="unmeasured seconds before it")
-    parser.add_argument("--rounds", type=int, default=10, help="rounds of a case at a time")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of a case at a time")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
     parser.add_argument(

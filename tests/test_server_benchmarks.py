@@ -247,7 +247,7 @@ def test_overhead_measures_in_turns_and_names_what_did_not_start(fake_sglang: Pa
     out.write_text(json.dumps({"rows": [{"tool": "off", "w": 64}, {"tool": "off", "w": 8}]}))
     overhead.main(
         ["--w", "8,16", "--seconds", "60", "--blocks", "4", "--block", "0.02", "--shape", "small",
-         "--warm", "0", "--rounds", "2", "--tools", "guard,control,kv_canary", "--gpus", "0,1",
+         "--warm", "0", "--rounds", "2", "--tools", "kv_canary", "--gpus", "0,1",
          "--out", str(out)]
     )  # fmt: skip
     result = json.loads(out.read_text())
@@ -255,10 +255,12 @@ def test_overhead_measures_in_turns_and_names_what_did_not_start(fake_sglang: Pa
     assert old == {"tool": "off", "w": 64}  # another width's row stays
     assert {(row["w"], row["tool"], row["concurrency"]) for row in mine} == {
         (w, tool, c)
-        for w, tool in ((8, "off"), (8, "guard"), (8, "control"), (16, "off"), (16, "guard"))
+        for w, tool in itertools.product((8, 16), ("off", "guard", "control"))
         for c in (1, 8, 32)
     }
-    assert all(row["blocks"] == (2 if row["tool"] == "control" else 4) for row in mine)
+    assert all(row["blocks"] == 4 for row in mine)
+    engines = {row["tool"]: row["engines"] for row in mine}
+    assert engines == {"off": 2, "guard": 2, "control": 1}
     assert all(row["tokens_per_s"] > 0 for row in mine)
     assert all(row["accept_length"] == 4 and row["steps_to_off"] == 1 for row in mine)
     assert {row["ratio_to_off"] for row in mine if row["tool"] == "off"} == {1.0}
@@ -273,8 +275,11 @@ def test_each_width_has_a_gpu_and_processors_of_its_own(monkeypatch: pytest.Monk
     cells = overhead.cells(options)
     assert [(c.tool, c.w, c.gpu) for c in cells] == [
         ("off", 64, "0"), ("off", 8, "1"), ("guard", 64, "0"), ("guard", 8, "1"),
-        ("control", 64, "0"), ("kv_canary", 8, "1"), ("async_assert", 8, "1"),
+        ("control", 64, "0"), ("control", 8, "1"), ("twin", 64, "0"), ("twin", 8, "1"),
+        ("kv_canary", 8, "1"), ("async_assert", 8, "1"),
     ]  # fmt: skip
+    one = overhead._parser().parse_args(["--w", "64,8", "--tools", "", "--gpus", "0"])
+    assert [c.tool for c in overhead.cells(one)] == ["off", "off", "guard", "guard"]  # that fit
     by_gpu = {gpu: {c.cpus for c in cells if c.gpu == gpu} for gpu in "01"}
     assert [len(held) for held in by_gpu.values()] == [1, 1]  # off and guard share theirs
     assert not set(*by_gpu["0"]) & set(*by_gpu["1"])
@@ -305,6 +310,34 @@ def test_rounds_take_turns_and_pairs_cancel_who_goes_first() -> None:
     assert (row["ratio_to_off"], row["ratio_low"], row["ratio_high"]) == (1.0, 1.0, 1.0)
     assert (row["blocks"], row["pairs"], row["p99_ms"]) == (6, 3, 1.0)
     assert (row["step_to_off"], row["step_low"], row["step_high"]) == (1.0, 1.0, 1.0)
+
+
+def test_two_engines_of_each_side_share_a_round_and_the_control_is_the_second() -> None:
+    overhead = _module("server_overhead")
+    asked: list[str] = []
+    speeds = {"off": 100.0, "control": 121.0, "guard": 90.0, "twin": 160.0}
+
+    class Engine:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def ask(self, wait_s: float, **command: Any) -> dict[str, Any]:
+            asked.append(self.name)
+            made = {"steps": 5, "tokens": 20, "gaps": [0.001], "step_s": 1 / speeds[self.name]}
+            return {"tokens_per_s": speeds[self.name], **made}
+
+    case = overhead.Case(8, 32)
+    bench = overhead.Bench(8, {name: Engine(name) for name in speeds}, {}, [case])
+    for _ in range(4):
+        bench.round("guard", case)
+    assert asked[:8] == ["off", "guard", "twin", "control", "guard", "off", "control", "twin"]
+    rows = {row["tool"]: row for row in bench.rows()}
+    assert list(rows) == ["off", "control", "guard"]
+    assert rows["guard"]["ratio_to_off"] == pytest.approx(120 / 110, abs=1e-4)
+    assert rows["guard"]["step_to_off"] == pytest.approx(120 / 110, abs=1e-4)
+    assert rows["control"]["ratio_to_off"] == 1.21
+    assert [rows[name]["engines"] for name in rows] == [2, 1, 2]
+    assert {row["steps_to_off"] for row in rows.values()} == {1.0}
 
 
 def test_a_fault_in_one_lane_is_kept_and_ends_that_lane_only() -> None:
