@@ -4,10 +4,11 @@
 
 One guarded NGRAM engine a width, with graphs and overlap. Its process mutes the guard's sites for a
 few steps and lets them work for as many, again and again (`testing.probe.Turns`), and takes the
-time from one step to the next. `added_us` is the median of the differences between neighbouring
-turns, with the 95 % interval: for all sites, and for those before the replay alone. Two engines
-that are compared differ by more than the guard adds; this sees nothing else, but not the wrappers,
-the check inside the graph (`device_check.py`) nor the guard's threads (`threads_s`).
+time from one step to the next. `added_us` is the median difference between turns at the same place
+of neighbouring blocks, with the 95 % interval: for all sites, and for those before the replay
+alone. Two engines that are compared differ by more than the guard adds; this sees nothing else, but
+not the wrappers, the check inside the graph (`device_check.py`) nor the guard's threads
+(`threads_s`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from server_overhead import interval, processors, where
 from serving import ROOT, Cell, Child
 
 LOADS = (8, 1, 32)
-LENGTHS = {1: 1400, 8: 700, 32: 350}  # new tokens of a request
-POOL, SIZES = 24_000, (1, 8, 32)
+LENGTH = 1400  # new tokens of a request: at least six turns
+POOL, SIZES = 64_000, (1, 8, 32)
 
 
 def measure(cell: Cell, seconds: float) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
             child.ask(60, do="block", concurrency=load, length=64)
             child.ask(60, do="settled")
             while time.monotonic() < end:
-                child.ask(60, do="block", concurrency=load, length=LENGTHS[load])
+                child.ask(60, do="block", concurrency=load, length=LENGTH)
         child.ask_probe()
         time.sleep(1.3)
         found = child.probe()
@@ -55,20 +56,26 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def row(bs: int, turns: dict[str, list[float]]) -> dict[str, Any]:
-    """One number of requests."""
-    found: dict[str, Any] = {"bs": bs, "turns": min(map(len, turns.values()))}
-    found["step_us"] = round(statistics.median(turns["none"]), 1)
+def row(bs: int, turns: list[list[Any]]) -> dict[str, Any]:
+    """One number of requests, from turns as `testing.probe.Turns.table` gives them. Three blocks
+    in a row have each state once at each place; those that are whole are compared.
+    """
+    threes: dict[tuple[int, int], dict[str, float]] = {}
+    for block, place, state, took in turns:
+        threes.setdefault((block // 3, place), {})[state] = took
+    whole = [three for three in threes.values() if len(three) == 3]
+    found: dict[str, Any] = {"bs": bs, "turns": len(turns), "compared": len(whole)}
+    if len(whole) < 2:
+        return found
+    found["step_us"] = round(statistics.median(three["none"] for three in whole), 1)
     for name in ("all", "front"):
-        pairs = zip(turns.get(name, ()), turns["none"], strict=False)
-        added = [one - none for one, none in pairs]
-        if len(added) > 1:
-            low, high = interval(added)
-            found[name] = {
-                "added_us": round(statistics.median(added), 1),
-                "low": round(low, 1), "high": round(high, 1),
-                "mean_us": round(statistics.fmean(added), 1),
-            }  # fmt: skip
+        added = [three[name] - three["none"] for three in whole]
+        low, high = interval(added)
+        found[name] = {
+            "added_us": round(statistics.median(added), 1),
+            "low": round(low, 1), "high": round(high, 1),
+            "mean_us": round(statistics.fmean(added), 1),
+        }  # fmt: skip
     return found
 
 

@@ -201,6 +201,10 @@ class Turns:
     guard adds to a step, with nothing between the two but the guard. `all` has every site, `front`
     those before the replay, `none` has none. What stays in all three are the wrappers, the check
     inside the graph and the guard's threads.
+
+    SGLang's own steps get longer with the text: by more, in one turn, than the guard takes. So the
+    states move on by one from block to block (each time the batch begins anew), and any three
+    blocks in a row have each state once at each place.
     """
 
     STATES: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -208,16 +212,22 @@ class Turns:
         "none": ("begin", "built", "accepted", "end"),
         "front": ("accepted", "end"),
     }
-    TURN, SKIPPED = 24, 6  # steps, and those of them that still feel the turn before
+    TURN, SKIPPED = 12, 4  # steps, and those of them that still feel the turn before
 
     def __init__(self, guard: Any) -> None:
         self._guard = guard
         self._own = {name: getattr(guard, name) for name in self.STATES["none"]}
-        self._state, self._muted = "all", frozenset[str]()
+        self._muted = frozenset[str]()
         self._steps, self._bs, self._last = 0, 0, 0
+        self._block, self._place = 0, 0
         self._turn: list[float] = []
-        self._found: dict[tuple[int, str], list[float]] = {}
+        self._found: list[tuple[int, int, int, str, float]] = []
         guard.begin = self._begin
+
+    @property
+    def _state(self) -> str:
+        names = list(self.STATES)
+        return names[(self._block + self._place) % len(names)]
 
     def _begin(self, batch: Any) -> None:
         mode = batch.forward_mode
@@ -227,35 +237,36 @@ class Turns:
 
     def _time(self, bs: int) -> None:
         """A step of so many requests begins; 0 is another batch."""
-        now = time.perf_counter_ns()
-        self._steps += 1
+        now, last = time.perf_counter_ns(), self._last
+        self._steps, self._last = self._steps + 1, now
         if not bs or bs != self._bs:
-            self._steps, self._turn = 0, []
+            self._bs, self._block = bs, self._block + (self._place > 0)
+            self._begin_turn(0)
         elif self._steps > self.SKIPPED:
-            self._turn.append((now - self._last) / 1000)
-        self._bs, self._last = bs, now
+            self._turn.append((now - last) / 1000)
         if self._steps >= self.TURN:
-            held = self._found.setdefault((bs, self._state), [])
-            held.append(round(statistics.fmean(self._turn), 2))
-            self._steps, self._turn = 0, []
-            self._next()
+            took = round(statistics.fmean(self._turn), 2)
+            self._found.append((bs, self._block, self._place, self._state, took))
+            self._begin_turn(self._place + 1)
 
-    def _next(self) -> None:
-        """The other sites, from the step that begins now."""
-        names = list(self.STATES)
-        self._state = names[(names.index(self._state) + 1) % len(names)]
-        self._muted = frozenset(self.STATES[self._state])
+    def _begin_turn(self, place: int) -> None:
+        """Other sites, from the step that begins now."""
+        self._place, self._steps, self._turn = place, 0, []
+        muted = frozenset(self.STATES[self._state])
+        if muted == self._muted:
+            return
+        self._muted = muted
         for name, own in self._own.items():
             if name != "begin":
-                setattr(self._guard, name, _nothing if name in self._muted else own)
+                setattr(self._guard, name, _nothing if name in muted else own)
         self._guard.running.set(None)
         self._guard.checker._changed()  # what was checked meanwhile is nobody's
 
-    def table(self) -> dict[str, dict[str, list[float]]]:
-        """By number of requests and state: the mean step of each turn, in us."""
-        found: dict[str, dict[str, list[float]]] = {}
-        for (bs, state), turns in list(self._found.items()):
-            found.setdefault(str(bs), {})[state] = list(turns)
+    def table(self) -> dict[str, list[list[Any]]]:
+        """By number of requests: block, place in it, state and mean step in us of each turn."""
+        found: dict[str, list[list[Any]]] = {}
+        for bs, *turn in list(self._found):
+            found.setdefault(str(bs), []).append(turn)
         return found
 
 
