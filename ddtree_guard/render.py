@@ -23,6 +23,7 @@ LOG_KEYS = (
     "rule", "scope", "rid", "step", "expected", "actual", "tokens_left", "incident", "dump",
     "name",
 )  # fmt: skip
+REPEAT_KEYS = ("rule", "count", "total", "steps", "rids")  # of the line about repeats
 _BARE = re.compile(r"[A-Za-z0-9_./:@%+*()\[\],<>-]+")
 _PAIR = re.compile(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|[^\s"]+)')
 _UNKNOWN = "-"
@@ -74,10 +75,12 @@ def line(
 
 
 def parse_line(text: str) -> dict[str, str]:
-    """The fields of a log line made by `line`, wherever it stands in the text; empty if none."""
+    """The fields of a line made by `line`, or about repeats, wherever it stands in the text; empty
+    if none.
+    """
     fields: dict[str, str] = {}
     for key, value in _PAIR.findall(text):
-        if key in LOG_KEYS and key not in fields:
+        if key in (*LOG_KEYS, *REPEAT_KEYS) and key not in fields:
             fields[key] = _unquote(value)
     return fields if "rule" in fields else {}
 

@@ -317,6 +317,58 @@ def test_explain_a_log_line_states_its_values(run: Run) -> None:
         assert "Holds when" in out
 
 
+def test_explain_a_line_about_repeats_states_its_counts(run: Run) -> None:
+    text = (
+        "[2026-11-29 TP0] ddtree_guard repeated rule=W3 count=98 total=100 steps=2-101 rids=r2,r0+"
+    )
+    for argv in ([text], text.split()):
+        code, out, _ = run("explain", *argv)
+        assert code == 0
+        assert "W3 was broken 98 more times in steps 2-101, requests r2,r0 and more; 100" in out
+        assert "expected ?" not in out
+        assert "Holds when" in out
+    assert json.loads(run("explain", "--json", text)[1])["line"]["total"] == "100"
+
+
+# as the package writes them; every head of docs/operations.md is in tests/test_loglines.py
+NO_RULE = {
+    "ddtree_guard NOT ACTIVE: expected SGLang, found none": "nothing is checked. The sentence",
+    "ddtree_guard tainted rid=r1 source=r0 cached=40 name=r-1: it reuses KV": "empty the cache",
+    "NOT GUARDED: rank 1 of 2, no report; is the plugin installed and loaded there; serving "
+    "continues unchecked": "Install the same version on that node",
+    "NOT GUARDED: site metadata failed 3 times and is disarmed; report": "restart to arm again",
+    "ddtree_guard step=5 was not checked: no hook saw its metadata": "once a reason",
+    "ddtree_guard armed=2/2 mode=log dumps=/var/dg release=0.5.16": "docs/operations.md#the-boot",
+    "ddtree_guard dump trigger=run why='rule=W3 a/b' dump=/var/dg/x": "without a finding",
+    "ddtree_guard request rid=a/b name=r-1 verdict=clean run=3": "A request ended a minute ago",
+    "ddtree_guard shadow every=8 capture=meta": "shadow mode (docs/shadow.md)",
+    "ddtree_guard: SGLANG_DDTREE_GUARD_MOOD is not a variable of the guard; did": "misspelt",
+    "ddtree_guard: checked 3 of 3 steps": "a line of ddtree-guard without a rule",
+}
+
+
+@pytest.mark.parametrize("text", NO_RULE)
+@pytest.mark.parametrize(
+    "before", ["", "[2026-11-29 10:00:03 TP0] ", "2026/11/29 10:00 pod-1/sglang "]
+)
+def test_explain_a_line_without_a_rule_says_what_it_means(run: Run, before: str, text: str) -> None:
+    for argv in ([before + text], (before + text).split()):
+        code, out, err = run("explain", *argv)
+        assert (code, err) == (0, "")
+        assert NO_RULE[text] in " ".join(out.split())
+        assert len(out.splitlines()) < 6
+    told = json.loads(run("explain", "--json", before + text)[1])
+    assert told["rules"] == []
+    assert NO_RULE[text] in told["means"]
+
+
+def test_a_dump_whose_path_looks_like_a_line_is_a_dump(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "ddtree_guard request of today"
+    folder.mkdir()
+    path = dumped(folder, BROKEN)
+    assert "Holds when" in run("explain", path)[1]
+
+
 def test_explain_a_dump_shows_its_findings(run: Run, broken: str, sound: str) -> None:
     _, out, _ = run("explain", broken)
     assert "step=912" in out

@@ -18,7 +18,7 @@ HEAVY = {"torch", "triton", "sglang"}
 # Design section 2, lowest first. A module may import its own layer and the layers below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("config", "step", "results", "rule", "form", "shape", "runbook"),
+    ("config", "step", "results", "rule", "form", "shape", "runbook", "loglines"),
     # synthetic steps and faults are what the self-test runs in a server
     ("checks", "attention.reference", "device", "testing.steps", "testing.faults"),
     ("render", "fold", "recorder", "dump", "evidence", "guard", "metrics"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_guard import recorder, render
+from ddtree_guard import loglines, recorder, render
 from ddtree_guard.cli import build_parser
 from ddtree_guard.config import PREFIX, TREE_PREFIX, VARIABLES, Config, Mode
 from ddtree_guard.evidence import MAX_BYTES
@@ -190,12 +190,22 @@ def test_every_line_that_is_explained_is_logged() -> None:
         path.read_text()
         for name in ("hooks", "ddtree_guard")
         for path in (ROOT / name).rglob("*.py")
+        if path.name != "loglines.py"  # what explains the lines logs none
     )
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # sentences over two lines
     for head in LINES:
         for part in head.split(" ... "):
             part = part.removesuffix("armed=").strip()
             assert part in source or part == "ddtree_guard: backend=", head
+
+
+def test_the_guide_says_what_explain_says() -> None:
+    """The tables of lines and of reasons hold exactly the texts of `loglines`."""
+    lines = GUIDE.partition("| Line | Level | Means |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    assert lines.splitlines() == [line.row for line in loglines.LINES]
+    reasons = GUIDE.partition("| Reason in the line | What to do |\n|---|---|\n")[2]
+    rows = [f"| `{reason}` | {todo} |" for reason, todo in loglines.REASONS.items()]
+    assert reasons.partition("\n\n")[0].splitlines() == rows
 
 
 def test_every_reason_for_not_guarded_exists() -> None:
@@ -224,7 +234,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
         "at most every hour",
         f"{heuristics.RUN} equal tokens in a row",
         f"for the newest {evidence.SPARED}",
-        f"It failed {flight.LIMIT} times",
+        f"recorder failed {flight.LIMIT} times",
         f"at most {MAX_BYTES >> 20} MiB. [ci-report]",
     ):
         assert said in text

@@ -10,25 +10,32 @@ import shlex
 import textwrap
 from typing import Any
 
+from ddtree_guard import loglines
 from ddtree_guard.commands.catalogue import advice, catalogue, facts, find, reads, sections
 from ddtree_guard.errors import UsageError
 from ddtree_guard.fold import columns, say
-from ddtree_guard.render import LEGEND, parse_line, plain
+from ddtree_guard.render import LEGEND, LOG_PREFIX, parse_line, plain
 from ddtree_guard.rule import Rule
 
 _WIDTH = 96  # of a page on a wide terminal
+_WITH_RULE = (LOG_PREFIX, "ddtree_guard repeated")  # the heads of lines with `rule=`
 _INCIDENT = re.compile(r"[IH]\d{1,2}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the page or pages. Raises UsageError for an unknown rule, DumpError for a bad dump."""
     text = " ".join(args.what)
-    line = parse_line(text)
+    first, *rest = args.what
+    is_path = not rest and os.path.exists(first)
+    head = "" if is_path else loglines.head(text)
+    line = parse_line(text) if head in ("", *_WITH_RULE) else {}
     if line:
         rule = find(line["rule"])
         return _print(args.json, [rule], {"line": line}, _line_text(line))
-    first, *rest = args.what
-    if os.path.exists(first) or (os.sep in first and not rest):
+    means = loglines.meaning(text)
+    if head:
+        return _explain_line(args.json, means)
+    if os.path.exists(first) or (os.sep in first and not rest and not means):
         if rest:
             raise UsageError(f"explain takes one dump, found {rest[0]!r} behind {first!r}.")
         return _explain_dump(args.json, first)
@@ -39,14 +46,25 @@ def run(args: argparse.Namespace) -> int:
             return _list(args.json, family, f"family {words[0].upper()}")
         if _INCIDENT.fullmatch(words[0].upper()):
             return _explain_incident(args.json, words[0].upper())
-    return _print(args.json, [_rule_in(words)], {}, "")
+    named = _rule_in(words)
+    if named is None and means:
+        return _explain_line(args.json, means)
+    return _print(args.json, [named or find(words[0])], {}, "")
 
 
-def _rule_in(words: list[str]) -> Rule:
+def _rule_in(words: list[str]) -> Rule | None:
     """The rule that a pasted line such as `12:01 also W3 mask-offset-gap: ...` names first."""
     known = {name: rule for rule in catalogue() for name in (rule.id, rule.name)}
-    named = [known[word] for word in words if word in known]
-    return named[0] if named else find(words[0])
+    return next((known[word] for word in words if word in known), None)
+
+
+def _explain_line(as_json: bool, means: str) -> int:
+    """A log line that no rule stands behind."""
+    if as_json:
+        print(json.dumps({"means": means, "rules": []}, indent=1))
+    else:
+        say(means)
+    return 0
 
 
 def _explain_incident(as_json: bool, incident: str) -> int:
@@ -89,6 +107,22 @@ def page(rule: Rule) -> str:
 
 
 def _line_text(line: dict[str, str]) -> str:
+    return _repeats_text(line) if "count" in line else _finding_text(line)
+
+
+def _repeats_text(line: dict[str, str]) -> str:
+    """What a line counts; the first finding of its rule has a line with numbers and a dump."""
+    rids = line.get("rids", "-")
+    who = "" if rids == "-" else f", requests {rids.replace('+', ' and more')}"
+    first = f"grep '{LOG_PREFIX} rule={line['rule']} ' in the log has the first one and its dump."
+    return plain(
+        f"Rule {line['rule']} was broken {line['count']} more times in steps "
+        f"{line.get('steps', '?')}{who}; {line.get('total', '?')} repeats since the process "
+        f"started. {first}"
+    )
+
+
+def _finding_text(line: dict[str, str]) -> str:
     dump = line.get("dump", "-")
     left = {"yes": "had left", "no": "had not left"}.get(line.get("tokens_left", ""), "")
     sentence = (
