@@ -190,7 +190,7 @@ def require_sglang() -> str:
         raise IncompatibleError(
             f"the demo runs SGLang's own code, but {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not installed; run "
-            "`make demo` in a checkout, or `pip install 'ddtree-guard[sglang]'`."
+            "`make demo` in a checkout, which installs them in its own environment."
         )
     release = importlib.metadata.version("sglang")
     number = re.match(r"(\d+)\.(\d+)\.(\d+)", release)

@@ -131,8 +131,8 @@ def check_host() -> None:
     """Raise IncompatibleError unless SGLang is importable and has the hooks that we need."""
     if importlib.util.find_spec("sglang") is None:
         raise IncompatibleError(
-            f"expected SGLang {SUPPORTED}, found none; install it with `pip install "
-            "'ddtree-guard[sglang]'`, or into the environment that serves."
+            f"expected SGLang {SUPPORTED}, found none; install ddtree-guard into the environment "
+            "that serves, or SGLang here: `pip install '.[sglang]'` in a checkout."
         )
     for name in ("sglang.srt.plugins", "sglang.srt.layers.attention.attention_registry"):
         if not _has(name):

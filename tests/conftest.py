@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(no_gpu)
     if importlib.util.find_spec("sglang") is not None:
         return
-    skip = pytest.mark.skip(reason="SGLang is not installed: pip install 'ddtree-guard[sglang]'")
+    skip = pytest.mark.skip(reason="SGLang is not installed: pip install '.[sglang]'")
     for item in items:
         if item.get_closest_marker("sglang") or item.get_closest_marker("matrix"):
             item.add_marker(skip)

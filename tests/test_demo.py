@@ -200,7 +200,11 @@ def release(number: str) -> Callable[[str], str]:
 
 
 ENVIRONMENTS = {
-    "no SGLang at all": (missing("sglang"), release("-"), "sglang is not installed; run"),
+    "no SGLang at all": (
+        missing("sglang"),
+        release("-"),
+        "sglang is not installed; run `make demo` in a checkout, which installs",
+    ),
     "no torch": (missing("torch", "triton"), release("-"), "torch, triton are not installed"),
     "a later release": (missing(), release("0.5.20"), "up to 0.5.16, but 0.5.20 is installed"),
     "a later fork": (missing(), release("0.5.17+corp.42"), "but 0.5.17+corp.42 is installed"),

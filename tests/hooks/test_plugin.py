@@ -159,7 +159,9 @@ def _without(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_sglang_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     _without("sglang", monkeypatch)
     assert plugin.activate({}) is None
-    with pytest.raises(IncompatibleError, match=r"found none; install it with `pip install"):
+    with pytest.raises(
+        IncompatibleError, match=r"none; .*`pip install '\.\[sglang\]'` in a checkout"
+    ):
         plugin.activate({f"{PREFIX}_BACKEND": "corrected"})
 
 
