@@ -21,7 +21,8 @@ from typing import Any
 from ddtree_guard import render
 from ddtree_guard.commands import ci_formats
 from ddtree_guard.config import setting
-from ddtree_guard.errors import UsageError
+from ddtree_guard.dump.find import find_dumps
+from ddtree_guard.errors import DumpError, UsageError
 from ddtree_guard.evidence import Process, read_processes
 from ddtree_guard.fold import fold
 
@@ -74,7 +75,7 @@ class Verdict:
         return (
             f"no process left evidence in {self.folder}{missing}; was the suite run with "
             "SGLANG_DDTREE_GUARD=log and SGLANG_DDTREE_GUARD_DUMP_DIR set to this folder, and is "
-            f"ddtree-guard installed where its servers run{hint}?"
+            f"ddtree-guard installed where its servers run{hint}?{_dumps_alone(self.folder)}"
         )
 
     @property
@@ -116,6 +117,21 @@ def _write(path: Path, text: str) -> None:
 def _absent(folder: Path) -> bool:
     """Nothing was written there: no server was guarded, which is a verdict and no error."""
     return not folder.exists()
+
+
+def _dumps_alone(folder: Path) -> str:
+    """What dumps are that lie in a folder without evidence; empty where there are none."""
+    try:
+        number = len(find_dumps(folder))
+    except DumpError:
+        return ""
+    if not number:
+        return ""
+    return (
+        f" {render.count(number, 'dump')} {'lies' if number == 1 else 'lie'} there without "
+        "evidence, as those of checks inside a test process do: pytest's own summary and "
+        "--ddtree-guard-report have their findings, and `ddtree-guard check DUMP` finds them again."
+    )
 
 
 def _since(text: str | None) -> float:

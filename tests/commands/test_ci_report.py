@@ -12,10 +12,12 @@ import pytest
 
 from ddtree_guard.cli import main
 from ddtree_guard.config import Config, Mode
+from ddtree_guard.dump.write import DumpWriter
 from ddtree_guard.evidence import ARMED, IDLE, NOT_ARMED
 from ddtree_guard.guard import find_rule
 from ddtree_guard.hooks.evidence import Evidence, note
 from ddtree_guard.testing.examples import example
+from ddtree_guard.testing.steps import sound_step
 
 Write = Callable[..., None]
 
@@ -99,6 +101,25 @@ def test_nobody_armed_is_three_with_the_reason(
     assert words.rpartition("*")[2] in out
     assert "guard saw no verify step" in out
     assert "clean" not in out
+
+
+def test_dumps_of_the_test_process_are_told_from_missing_evidence(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "dumps"
+    for run in ("run-1", "run-2"):
+        DumpWriter(run, Config(dump_dir=root)).write([sound_step(1, lens=(9, 8))])
+    for folder, dumps in ((root, "2 dumps lie"), (root / "run-2", "1 dump lies")):
+        code, out = ask(capsys, str(folder))
+        text = " ".join(out.split())
+        assert code == 3
+        assert "no process left evidence" in text
+        assert (
+            f"{dumps} there without evidence, as those of checks inside a test process do" in text
+        )
+        assert "pytest's own summary and --ddtree-guard-report" in text
+    write(state=NOT_ARMED, why="no hooks")
+    assert "without evidence" not in ask(capsys, str(root))[1]
 
 
 def test_one_unarmed_rank_among_armed_ones_is_three(
