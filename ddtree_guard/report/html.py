@@ -215,13 +215,30 @@ def _steps(told: Story, first: Finding | None) -> str:
 
 
 def _others(told: Story) -> str:
-    rest = told.findings[1:]
-    if not rest:
+    """What the headline counts and does not name: of this step, and rules of other steps."""
+    rest, others = told.findings[1:], _elsewhere(told)
+    counts = [f"{render.count(len(rest), 'further finding')} of this step"] if rest else []
+    counts += [f"{render.count(len(others), 'more rule')} in other steps"] if others else []
+    if not counts:
         return ""
-    blocks = "\n\n".join(render.block(finding, told.step) for finding in rest[:20])
-    more = f", the first 20 of {len(rest)}" if len(rest) > 20 else ""
-    count = f"{len(rest)} further finding{'s' if len(rest) > 1 else ''} of this step"
-    return f"<details><summary>{count}{more}</summary><pre>{text_block(blocks)}</pre></details>"
+    blocks = [render.block(finding, told.step) for finding in rest[:20]]
+    blocks += [render.block(f, told.dump.step(at)) for at, f in others[: 20 - len(blocks)]]
+    total, joined = len(rest) + len(others), "\n\n".join(blocks)
+    more = f", the first 20 of {total}" if total > 20 else ""
+    return (
+        f"<details><summary>{' and '.join(counts)}{more}</summary>"
+        f"<pre>{text_block(joined)}</pre></details>"
+    )
+
+
+def _elsewhere(told: Story) -> list[tuple[int, Finding]]:
+    """The first finding of each rule that is broken in other steps only, by index."""
+    mine = {finding.rule for finding in told.findings}
+    found: dict[str, tuple[int, Finding]] = {}
+    for at, finding in told.recorded:
+        if finding.rule not in mine:
+            found.setdefault(finding.rule, (at, finding))
+    return list(found.values())
 
 
 def text_block(lines: str) -> str:

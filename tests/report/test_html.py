@@ -1,5 +1,6 @@
 """The report page: what it says, that nothing in it runs, and how a browser sees it."""
 
+import dataclasses
 import html
 import html.parser
 import json
@@ -182,6 +183,21 @@ def test_the_root_of_a_tree_that_is_scrolled_is_in_sight(tmp_path: Path) -> None
 
     assert root(17) == 18 + 15 / 2 * 28  # above the middle of its 16 children
     assert root(200) == 18
+
+
+def test_what_the_headline_counts_is_listed_below_it(tmp_path: Path) -> None:
+    """A rule that is broken in another step only is listed with that step, not left out."""
+    steps = [incident(21), step(22)]
+    found = [(0, f) for f in Guard().check(steps[0]).findings]
+    latent = dataclasses.replace(found[0][1], rule="M5", name="cells-too-many", latent=True)
+    path = DumpWriter("r", Config(dump_dir=tmp_path)).write(steps, [*found, (1, latent)])
+    text = page(story(Dump(path)))
+    assert f"; {len(found)} more rules are broken." in text
+    assert f"{len(found) - 1} further findings of this step and 1 more rule in other steps" in text
+    assert "M5 cells-too-many" in text
+    assert "step=22" in text
+    alone = DumpWriter("r", Config(dump_dir=tmp_path)).write(steps, [found[0], (1, latent)])
+    assert "<summary>1 more rule in other steps</summary>" in page(story(Dump(alone)))
 
 
 def test_the_timeline_counts_the_rules_that_it_does_not_name(written: Path) -> None:
