@@ -60,6 +60,19 @@ def test_every_block_of_python_is_run() -> None:
     assert GUIDE.count("```python") == len(EXAMPLES) + 1  # the markers, which are lines of a table
 
 
+def test_the_command_of_the_first_example_runs_it_without_a_gpu(
+    suite: pytest.Pytester, run: Callable[..., pytest.RunResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    suite.makepyfile(test_stock_backend=EXAMPLES["test_stock_backend"])
+    command = r"^\$ (?:(\w+)=(\w+) )?pytest --ddtree-guard=log test_stock_backend\.py$"
+    ((name, value),) = re.findall(command, GUIDE, re.M)
+    if name:
+        monkeypatch.setenv(name, value)
+    result = run("-k", "7-eager", "test_stock_backend.py", apart=True)
+    result.assert_outcomes(passed=1, deselected=3)
+
+
 def test_the_stock_backend_at_two_budgets(suite: pytest.Pytester, report: Report) -> None:
     suite.makepyfile(test_stock_backend=EXAMPLES["test_stock_backend"])
     tests = {test["test"].partition("::")[2]: test for test in report()["tests"]}
