@@ -80,8 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     show = _command(commands, "show", "commands.show", "draw a step: trees, masks, stride ruler")
     show.add_argument("dump", metavar="DUMP", help="the dump folder")
-    show.add_argument("--step", type=int, metavar="N", help="index into the dump, from 0")
-    show.add_argument("--request", type=int, metavar="N", help="request index within the batch")
+    show.add_argument(
+        "--step", type=int, metavar="INDEX",
+        help="place in the dump, 0 is the oldest; not the step's number",
+    )  # fmt: skip
+    show.add_argument("--request", type=int, metavar="INDEX", help="place in the batch, from 0")
 
     _more_on_dumps(commands)
     return parser

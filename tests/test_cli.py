@@ -462,6 +462,17 @@ def test_show_draws_the_offender_by_default(run: Run, broken: str) -> None:
     assert "\x1b" not in out
 
 
+def test_show_takes_an_index_and_its_help_says_so(
+    run: Run, broken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "step 912 (index 1 of 2)" in run("show", broken, "--step=1")[1]
+    with pytest.raises(SystemExit):
+        cli.main(["show", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--step INDEX" in said
+    assert "not the step's number" in said
+
+
 def test_show_as_json(run: Run, broken: str) -> None:
     values = json.loads(run("show", "--json", "--step=0", "--request=1", broken)[1])
     assert (values["index"], values["request"], values["findings"]) == (0, 1, [])
