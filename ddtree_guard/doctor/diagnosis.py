@@ -139,7 +139,7 @@ def troubles(survey: Mapping[str, Any]) -> list[Trouble]:
         found.append(
             Trouble(
                 "SGLang cannot find the plugin: no entry point of ddtree-guard in this environment",
-                "pip install ddtree-guard into the environment that serves",
+                "`pip install .` in a checkout of ddtree-guard, into the environment that serves",
             )
         )
     if plugin.get("setting"):

@@ -213,7 +213,7 @@ def missing_here() -> str:
     if not visible():
         return (
             f"SGLang finds plugins by entry point ({GROUP}) and none is called ddtree_guard; "
-            "install the package (`pip install ddtree-guard`) where the server runs"
+            "install it (`pip install .` in a checkout of ddtree-guard) where the server runs"
         )
     return "it ended, or is still loading, before it armed the guard; see the server's log"
 

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
         "NOT GUARDED: plugin excluded by SGLANG_PLUGINS=a,b", "SGLANG_PLUGINS=a,b,ddtree_guard",
     ),
     "no entry point": ({"plugin__found": False, "plugin__loaded": False}, 3,
-                       "cannot find the plugin", "pip install ddtree-guard"),
+                       "cannot find the plugin", "`pip install .` in a checkout"),
     "not called": ({"plugin__loaded": False}, 3, "SGLang did not call it", "correct that"),
     "setting": ({"plugin__setting": SETTING}, 3, "warn is not a mode", "SGLANG_DDTREE_GUARD=log"),
     "hook": ({"hooks": [HOOK, MOVED]}, 3, "hook build (guard) is changed", "adapter"),
