@@ -5,15 +5,15 @@
 For each width two engines without a guard and two with it are resident on one GPU: two processes
 that run the same code differ by up to a percent, for as long as they live. A block is the same
 requests on one engine; a round is one block on each of the four, and rounds alternate which side
-goes first. One ratio comes from two neighbouring rounds, so that drift and order fall out; the
-interval is a bootstrap over those. The engine that runs has the same processors as the others when
-those run, one core of them for its scheduler's main thread alone; the engines that wait sleep on
-others. `ratio_to_off` is of tokens per second of decoding, over whole blocks, `step_to_off` of the
-median time between two steps, which a pause of the host does not move. `control` is what the method
-says of nothing: the second engine without a guard to the first, in the same blocks. SGLang's own
-tools are measured at the last width, in fewer rounds, against one engine. With two GPUs the widths
-are measured at the same time, each on its own GPU with half of the processors. The result file is
-rewritten every few seconds; rows of other widths stay.
+goes first, and which engine of it. One ratio comes from two neighbouring rounds, so that drift and
+order fall out; the interval is a bootstrap over those. The engine that runs has the same processors
+as the others when those run, one core of them for its scheduler's main thread alone; the engines
+that wait sleep on others. `ratio_to_off` is of tokens per second of decoding, over whole blocks,
+`step_to_off` of the median time between two steps, which a pause of the host does not move.
+`control` is what the method says of nothing: the second engine without a guard to the first, in the
+same blocks. SGLang's own tools are measured at the last width, in fewer rounds, against one engine.
+With two GPUs the widths are measured at the same time, each on its own GPU with half of the
+processors. The result file is rewritten every few seconds; rows of other widths stay.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class Bench:
         if tool == "guard" and {"control", "twin"} <= set(self.children):
             sides = [["off", "control"], ["guard", "twin"]]
         first, last = sides if len(held) % 2 == 0 else sides[::-1]
-        found = {name: self.block(name, case) for name in (first[0], *last, *first[1:])}
+        way = -1 if len(held) % 4 in (1, 2) else 1  # the second engines come first as often
+        (head, *tail), inner = first[::way], last[::way]
+        found = {name: self.block(name, case) for name in (head, *inner, *tail)}
         held.append(([found[name] for name in sides[0]], [found[name] for name in sides[1]]))
 
     def settle(self, case: Case, block_s: float) -> None:

@@ -385,7 +385,8 @@ def test_two_engines_of_each_side_share_a_round_and_the_control_is_the_second() 
     bench = overhead.Bench(8, {name: Engine(name) for name in speeds}, {}, [case])
     for _ in range(4):
         bench.round("guard", case)
-    assert asked[:8] == ["off", "guard", "twin", "control", "guard", "off", "control", "twin"]
+    assert asked[:8] == ["off", "guard", "twin", "control", "twin", "control", "off", "guard"]
+    assert asked[8:] == ["control", "twin", "guard", "off", "guard", "off", "control", "twin"]
     rows = {row["tool"]: row for row in bench.rows()}
     assert list(rows) == ["off", "control", "guard"]
     assert rows["guard"]["ratio_to_off"] == pytest.approx(120 / 110, abs=1e-4)
@@ -393,6 +394,27 @@ def test_two_engines_of_each_side_share_a_round_and_the_control_is_the_second() 
     assert rows["control"]["ratio_to_off"] == 1.21
     assert [rows[name]["engines"] for name in rows] == [2, 1, 2]
     assert {row["steps_to_off"] for row in rows.values()} == {1.0}
+
+
+def test_drift_inside_a_round_is_in_no_ratio() -> None:
+    overhead = _module("server_overhead")
+    asked: list[str] = []
+
+    class Engine:
+        def ask(self, wait_s: float, **command: Any) -> dict[str, Any]:
+            asked.append("")
+            speed = 100.0 * 1.01 ** len(asked)  # the GPU cools down
+            made = {"steps": 5, "tokens": 20, "gaps": [0.001], "step_s": 1 / speed}
+            return {"tokens_per_s": speed, **made}
+
+    case = overhead.Case(8, 32)
+    children = {name: Engine() for name in ("off", "guard", "control", "twin")}
+    bench = overhead.Bench(8, children, {}, [case])
+    for _ in range(8):
+        bench.round("guard", case)
+    rows = {row["tool"]: row for row in bench.rows()}
+    assert rows["guard"]["ratio_to_off"] == pytest.approx(1.0)
+    assert rows["control"]["ratio_to_off"] == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_fault_in_one_lane_is_kept_and_ends_that_lane_only() -> None:
