@@ -94,6 +94,8 @@ class DeviceChecker:
         """A capture leaves bits of dummy batches, and another graph."""
         self._stale = True
         self.ready_made.clear()
+        if self.tape is not None:
+            self.tape.pause()
 
     # --- one step -------------------------------------------------------------------------------
     def build(self, record: Record, view: View) -> None:
