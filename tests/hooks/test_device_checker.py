@@ -223,6 +223,45 @@ def test_eager_steps_of_a_kind_are_bound_once(
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_a_slot_table_that_is_replaced_while_serving_is_the_one_that_counts(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    graph: bool,
+) -> None:
+    server, guard = start(small_case("DFLASH" if graph else "NGRAM", graph))
+    for _ in range(4):
+        server.step()  # past the steps that are read to the host
+    old = server.runner.req_to_token_pool.req_to_token
+    table = server.runner.req_to_token_pool.req_to_token = old.new_zeros(
+        (old.shape[0] + 2, old.shape[1] + 5)
+    )
+    server.backend.req_to_token = table
+    old.zero_()
+    for _ in range(2):
+        server.step()
+    assert guard.coverage.findings == 0
+    _plant_next(guard, monkeypatch, "K3")
+    server.step()
+    assert {(line["rule"], line["step"]) for line in lines()} == {("K3", "7")}
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (7, 7)
+
+
+def test_a_backend_that_follows_a_dead_one_is_bound_anew(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "id", lambda backend: 7, raising=False)  # used again
+    server, guard = start(small_case("NGRAM", False))
+    for _ in range(2):
+        server.init_model_worker(guard)
+        for _ in range(3):
+            server.step()
+    assert len(guard.checker._binder.eager) == 1
+    assert guard.coverage.findings == 0
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (6, 6)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 def test_a_walk_that_is_too_short_is_not_read(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, graph: bool
 ) -> None:
