@@ -51,7 +51,7 @@ class Launch:
 
     No graph holds the slot table: `before` is launched from here, eagerly, with the `table` that
     `runner` had when it was bound. `rebind` makes it anew for another one. `owner` is a reference
-    to the backend of eager steps.
+    to the backend of eager steps. `live` is how many requests the device was told of last.
     """
 
     shape: Shape
@@ -65,6 +65,7 @@ class Launch:
     rebind: Callable[[Any], Before]
     recorded: bool = False
     owner: Any = None
+    live: int = 0
     pack: Any = None
     tokens: Any = None  # of this step, where they lie elsewhere in each
     closes: dict[Any, Operands] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class Launch:
         """Queue what comes before the check: how many requests are live, their trees, and their
         slots beside the table.
         """
+        self.live = bs
         table = self.runner.req_to_token_pool.req_to_token
         if table is not self.table:
             self._move(table)
@@ -111,16 +113,18 @@ class Launch:
         return bound
 
     def _require(self, walk: Walk) -> None:
-        bs = walk.lens.shape[0]
+        # SGLang pads launches and never walks: a walk of any other number is not of this step
+        bs, w = self.live, self.shape.w
         if (
-            bs > self.shape.lanes
-            or walk.predict.shape[0] < bs * self.shape.w
+            walk.lens.shape[0] != bs
             or walk.index.shape[0] != bs
+            or walk.predict.shape[0] < bs * w
             or not all(part.is_contiguous() for part in (walk.index, walk.predict, walk.lens))
         ):
             raise UsageError(
-                f"a walk of {bs} requests of {self.shape.w} rows was expected, found "
-                f"{walk.predict.shape[0]} tokens and paths of shape {tuple(walk.index.shape)}."
+                f"a walk of {bs} requests of {w} rows was expected, found "
+                f"{walk.predict.shape[0]} tokens, {walk.lens.shape[0]} lengths and paths of shape "
+                f"{tuple(walk.index.shape)}."
             )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ddtree_guard.config import Depth
 from ddtree_guard.hooks import arm, launches
@@ -261,26 +262,41 @@ def test_a_backend_that_follows_a_dead_one_is_bound_anew(
     assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (6, 6)
 
 
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_a_walk_that_is_too_short_is_not_read(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, graph: bool
+def _short(predict: Any, lens: Any, index: Any) -> Any:
+    return predict[:-1], lens, index
+
+
+def _fewer(predict: Any, lens: Any, index: Any) -> Any:
+    return predict, lens[:-1], index[:-1]
+
+
+def _more(predict: Any, lens: Any, index: Any) -> Any:
+    parts = (predict.view(len(lens), -1), lens, index)
+    predict, lens, index = (torch.cat((part, part[-1:])) for part in parts)
+    return predict.view(-1), lens, index
+
+
+@pytest.mark.parametrize(
+    ("wrong", "graph"), [(_short, False), (_short, True), (_fewer, False), (_more, True)]
+)
+def test_a_walk_that_is_not_of_this_step_is_not_read(
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    graph: bool,
+    wrong: Callable[..., Any],
 ) -> None:
     """Its arrays are SGLang's own: past their ends lies memory of somebody else."""
     server, guard = start(small_case("DDTREE", graph))
     for _ in range(3):
         server.step()  # past the steps that are read to the host
     walked = server._walk
-
-    def short(inputs: Any) -> Any:
-        predict, lens, index = walked(inputs)
-        return predict[:-1], lens, index
-
-    monkeypatch.setattr(server, "_walk", short)
+    monkeypatch.setattr(server, "_walk", lambda inputs: wrong(*walked(inputs)))
     monkeypatch.setattr(server, "resolve", lambda result, batch: guard.resolve(result))
     server.step()
     monkeypatch.setattr(server, "_walk", walked)
     server.step()
     assert guard.fuses.faults == {"verify": 1}
+    assert guard.coverage.skipped == {"its walk could not be judged": 1}
     assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (5, 4)
 
 
@@ -365,8 +381,6 @@ def test_a_capture_does_not_lose_the_verdict_of_a_step_in_flight(
 @pytest.mark.parametrize("w", [2, 17, 33, 130])
 @pytest.mark.parametrize("kind", ["random", "chain", "star"])
 def test_links_on_the_device_are_links_on_the_host(w: int, kind: str) -> None:
-    import torch
-
     from ddtree_guard.device.tree import fill_parents
 
     case = VerifyCase(lens=(5, 6, 7), budget=w - 1, seed=w, kind=kind, block=w + 1)  # type: ignore[arg-type]
