@@ -20,6 +20,7 @@ from ddtree_guard.hooks.links import with_parents
 from ddtree_guard.step import Tree
 from ddtree_guard.testing.cases import SMALL, VerifyCase, grow_trees, small_case
 from ddtree_guard.testing.fakes import sglang
+from ddtree_guard.testing.server import IDLE
 
 pytestmark = pytest.mark.sglang
 
@@ -339,6 +340,24 @@ def test_a_replay_of_another_kind_is_no_verify_step(start: Callable[..., Any]) -
     assert not guard.fuses.faults
     assert guard.coverage.steps_checked == 3
     assert guard.coverage.findings == 0
+
+
+def test_what_an_idle_rank_replays_is_not_the_next_step_s(
+    start: Callable[..., Any],
+) -> None:
+    """DP attention: a rank without requests replays a graph, and with it the check inside."""
+    server, guard = start(small_case("NGRAM", True))
+    for _ in range(3):
+        server.step()
+    for _ in range(2):
+        server.model_worker.forward_batch_generation(server.batch(IDLE, []))
+        server.step()
+    server.model_worker.forward_batch_generation(server.batch(IDLE, []))
+    assert not guard.fuses.faults
+    assert guard.coverage.findings == 0
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (5, 5)
+    begun, closed = guard.checker.graphs.check.state[:2].tolist()
+    assert begun == closed  # none is open
 
 
 def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., Any]) -> None:
