@@ -99,19 +99,21 @@ def main(argv: list[str] | None = None) -> int:
         )  # fmt: skip
         try:
             result["rows"].append(measure(cell, options.seconds))
-        except RuntimeError as error:
-            result.setdefault("failed", {})[str(w)] = str(error)
+        except Exception as error:  # the other width goes on
+            result.setdefault("failed", {})[str(w)] = f"{type(error).__name__}: {error}"
 
-    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(options.w)]
+    widths = dict.fromkeys(options.w)
+    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(widths)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     result["rows"].sort(key=lambda found: int(found["w"]))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if result["rows"]:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    return 0 if len(result["rows"]) == len(options.w) else 1
+    return 0 if len(result["rows"]) == len(widths) else 1
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@
 For each width two engines without a guard and two with it are resident on one GPU: two processes
 that run the same code differ by up to a percent, for as long as they live. A block is the same
 requests on one engine; a round is one block on each of the four, and rounds alternate which side
-goes first. One ratio comes from two neighbouring rounds, so that drift and order fall out; the
-interval is a bootstrap over those. The engine that runs has the same processors as the others when
-those run, one core of them for its scheduler's main thread alone; the engines that wait sleep on
-others. `ratio_to_off` is of tokens per second of decoding, over whole blocks, `step_to_off` of the
-median time between two steps, which a pause of the host does not move. `control` is what the method
-says of nothing: the second engine without a guard to the first, in the same blocks. SGLang's own
-tools are measured at the last width, in fewer rounds, against one engine. With two GPUs the widths
-are measured at the same time, each on its own GPU with half of the processors. The result file is
-rewritten every few seconds; rows of other widths stay.
+goes first, and which engine of it. One ratio comes from two neighbouring rounds, so that drift and
+order fall out; the interval is a bootstrap over those. The engine that runs has the same processors
+as the others when those run, one core of them for its scheduler's main thread alone; the engines
+that wait sleep on others. `ratio_to_off` is of tokens per second of decoding, over whole blocks,
+`step_to_off` of the median time between two steps, which a pause of the host does not move.
+`control` is what the method says of nothing: the second engine without a guard to the first, in the
+same blocks. SGLang's own tools are measured at the last width, in fewer rounds, against one engine.
+With two GPUs the widths are measured at the same time, each on its own GPU with half of the
+processors. The result file is rewritten every few seconds; rows of other widths stay.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class Bench:
         if tool == "guard" and {"control", "twin"} <= set(self.children):
             sides = [["off", "control"], ["guard", "twin"]]
         first, last = sides if len(held) % 2 == 0 else sides[::-1]
-        found = {name: self.block(name, case) for name in (first[0], *last, *first[1:])}
+        way = -1 if len(held) % 4 in (1, 2) else 1  # the second engines come first as often
+        (head, *tail), inner = first[::way], last[::way]
+        found = {name: self.block(name, case) for name in (head, *inner, *tail)}
         held.append(([found[name] for name in sides[0]], [found[name] for name in sides[1]]))
 
     def settle(self, case: Case, block_s: float) -> None:
@@ -288,8 +290,9 @@ def count(benches: list[Bench]) -> None:
         bench.facts[tool]["dumps"] = probe.get("recorder", {}).get("dumps")
     for bench in [bench for bench in benches if "guard" in bench.facts]:
         for name in ("verify_steps", "steps_checked", "findings", "violations_logged", "dumps"):
-            values = [bench.facts.get(tool, {}).get(name) for tool in ("guard", "twin")]
-            bench.facts["guard"][name] = sum(value or 0 for value in values)
+            values = [bench.facts[tool][name] for tool in ("guard", "twin") if tool in bench.facts]
+            # a probe that did not answer has not counted nothing
+            bench.facts["guard"][name] = None if None in values else sum(values)
 
 
 def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, save: Any) -> None:
@@ -311,16 +314,18 @@ def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, sav
         save()
 
 
-def measure(options: argparse.Namespace, result: dict[str, Any], save: Any) -> None:
-    """Start, measure each GPU's widths in a thread, count, stop."""
+def measure(options: argparse.Namespace, result: dict[str, Any], save: Any) -> list[dict[str, Any]]:
+    """Start, measure each GPU's widths in a thread, count, stop. Returns the rows."""
     deadline = time.monotonic() + options.seconds - 8
     benches, result["failed"] = start(cells(options), deadline, options.warm)
     lock = threading.Lock()
 
-    def keep() -> None:
+    def keep() -> list[dict[str, Any]]:
         with lock:
-            put(result, [row for bench in benches for row in bench.rows()])
-            save()
+            rows = [row for bench in benches for row in bench.rows()]
+            put(result, rows)
+            save(rows)
+            return rows
 
     try:
         ready = [bench for bench in benches if {"off", "guard"} <= set(bench.children)]
@@ -334,7 +339,7 @@ def measure(options: argparse.Namespace, result: dict[str, Any], save: Any) -> N
         for thread in work:
             thread.join()
         count(benches)
-        keep()
+        return keep()
     finally:
         for child in [child for bench in benches for child in bench.children.values()]:
             child.stop(0.3)
@@ -355,26 +360,26 @@ def put(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; 1 if the guard costs more than it may, or was not measured."""
+    """Measure; 1 if the guard costs more than it may, or a width was not measured."""
     options = _parser().parse_args(argv)
     result: dict[str, Any] = {"environment": {}, "rows": [], "failed": {}}
     if options.out.exists():
         result |= json.loads(options.out.read_text())
     load = os.getloadavg()[0]
 
-    def save() -> None:
-        result["environment"] = environment(options, load, result["rows"])
+    def save(measured: list[dict[str, Any]]) -> None:
+        if measured or not result["environment"]:  # nothing new is of this machine otherwise
+            result["environment"] = environment(options, load, result["rows"])
         options.out.parent.mkdir(parents=True, exist_ok=True)
         part = options.out.with_suffix(".part")
         part.write_text(json.dumps(result, indent=1) + "\n")
         part.replace(options.out)
 
-    measure(options, result, save)
-    save()
-    mine = [r for r in result["rows"] if r["tool"] == "guard" and r["w"] in options.w]
+    measured = measure(options, result, save)
+    mine = [row for row in measured if row["tool"] == "guard"]
     for row in result["rows"]:
         print(json.dumps({name: value for name, value in row.items() if name != "ratios"}))
-    return 0 if mine and all(met(row) for row in mine) else 1
+    return 0 if {row["w"] for row in mine} == set(options.w) and all(map(met, mine)) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -386,7 +391,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm", type=float, default=0.1, help="unmeasured seconds before it")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of a case at a time")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
-    parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
+    parser.add_argument("--tools", type=_tools, default=list(TOOLS))
     parser.add_argument(
         "--gpus", type=lambda text: text.split(","), default=[""], help="a width each, in turn"
     )
@@ -397,7 +402,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
+    return list(dict.fromkeys(int(word) for word in text.split(",")))  # an engine has one name
+
+
+def _tools(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if unknown := set(names) - set(TOOLS):
+        known = " and ".join(TOOLS)
+        raise argparse.ArgumentTypeError(f"expected {known}, found {', '.join(sorted(unknown))}")
+    return names
 
 
 def met(row: dict[str, Any]) -> bool:

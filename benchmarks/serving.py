@@ -288,9 +288,9 @@ class Child:
         if not self._members:
             self._members = members(self.process.pid)
         for pid, name in self._members.items():
-            with contextlib.suppress(OSError):  # one may have ended
-                for thread in map(int, os.listdir(f"/proc/{pid}/task")):
-                    main = scheduler and "scheduler" in name and thread == pid
+            for thread in threads_of(pid):
+                main = scheduler and "scheduler" in name and thread == pid
+                with contextlib.suppress(OSError):  # one may have ended
                     os.sched_setaffinity(thread, scheduler if main else cpus)
 
     def stop(self, patience: float = 10.0) -> None:
@@ -307,6 +307,14 @@ class Child:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+
+
+def threads_of(pid: int) -> list[int]:
+    """The threads of a process; none where it has ended."""
+    try:
+        return [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
 
 
 def members(root: int) -> dict[int, str]:

@@ -111,8 +111,10 @@ def _doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
                         prompts; nothing is installed there"""
     doctor.epilog = (
         "exit codes: 0 nothing wrong found, 1 output would be\n"
-        "wrong or is garbled, 2 usage, 3 this environment would not\n"
-        "be guarded, or the server cannot be asked"
+        "wrong or is garbled, 2 usage, also WILL NOT START where\n"
+        "the server's arguments are not understood, 3 NOT GUARDED,\n"
+        "WILL NOT START for another reason, or UNDECIDED; also\n"
+        "where the server cannot be asked"
     )
     doctor.add_argument("--url", metavar="URL", help="for example http://127.0.0.1:30000")
     doctor.add_argument("--api-key", metavar="KEY", help="the server's key, or @FILE to read it")

@@ -56,6 +56,9 @@ class Checker(Protocol):
     def verify(self, record: Record) -> None:
         """The worker's step ends; `record.outcome` is there if the acceptance was seen."""
 
+    def stray(self) -> None:
+        """A graph was replayed for no step: what it checked must not pass to the next one."""
+
     def settle(self, record: Record) -> list[Finding]:
         """SGLang has waited for the step: its findings. Must not wait for the device."""
 
@@ -119,6 +122,9 @@ class HostChecker:
             return
         self.add_outcome(record)
         record.findings += self.guard.check(record.step, (Site.VERIFY,)).findings
+
+    def stray(self) -> None:
+        """Nothing to do: replays check nothing."""
 
     def settle(self, record: Record) -> list[Finding]:
         """Everything is known already."""

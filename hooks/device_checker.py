@@ -94,6 +94,8 @@ class DeviceChecker:
         """A capture leaves bits of dummy batches, and another graph."""
         self._stale = True
         self.ready_made.clear()
+        if self.tape is not None:
+            self.tape.pause()
 
     # --- one step -------------------------------------------------------------------------------
     def build(self, record: Record, view: View) -> None:
@@ -160,13 +162,18 @@ class DeviceChecker:
         self.walked(record)
         if self.graphs is None:
             return
-        if record.ticket is None:  # what a graph checked of it must not pass to the next step
-            self.graphs.check.close()
-            self._closed += 1
+        if record.ticket is None:
+            self.stray()
             return
         self.graphs.check.collect()
         if record.step is not None:
             self.host.verify(record)
+
+    def stray(self) -> None:
+        """Close what a graph has opened for nobody: it must not pass to the next step."""
+        if self.graphs is not None:
+            self.graphs.check.close()
+            self._closed += 1
 
     def settle(self, record: Record) -> list[Finding]:
         """The verdict of the step, in words where it is bad."""

@@ -112,7 +112,7 @@ class Evidence:
 
     def close(self) -> None:
         """End the thread and write the rest."""
-        if self._ended:
+        if self._ended or os.getpid() != self._head["pid"]:  # a fork that ends is another process
             return
         self._ended = True
         self._wake.set()
@@ -129,10 +129,10 @@ class Evidence:
             self._wake.wait(TICK_S if self._token or since else PERIOD_S)
             self._wake.clear()
             try:
+                token = self._asked()  # before the counts: they hold every step of before the fence
                 now = self._counts()
                 still = now == before and not self._new
                 quiet, before = (quiet + 1 if still and not now["open"] else 0), now
-                token = self._asked()
                 if token != self._token:
                     since = since or time.monotonic()
                 if since and (quiet >= QUIET or time.monotonic() - since > WAIT_S):

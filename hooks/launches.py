@@ -6,7 +6,10 @@ its addresses are put into the launches of the first one.
 
 from __future__ import annotations
 
+import functools
 import operator
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +48,10 @@ class Launch:
     """The bound launches of one captured batch size, or of one kind of eager step. `kind` is the
     runtime state and the path; `recorded`: the graph holds the check, else it is launched before
     the replay; `pack` is what it packs for the recorder, see hooks/tape.py.
+
+    No graph holds the slot table: `before` is launched from here, eagerly, with the `table` that
+    `runner` had when it was bound. `rebind` makes it anew for another one. `owner` is a reference
+    to the backend of eager steps. `live` is how many requests the device was told of last.
     """
 
     shape: Shape
@@ -53,7 +60,12 @@ class Launch:
     before: Before
     kind: tuple[str, str]
     chain: bool
+    runner: Any
+    table: Any
+    rebind: Callable[[Any], Before]
     recorded: bool = False
+    owner: Any = None
+    live: int = 0
     pack: Any = None
     tokens: Any = None  # of this step, where they lie elsewhere in each
     closes: dict[Any, Operands] = field(default_factory=dict)
@@ -67,6 +79,10 @@ class Launch:
         """Queue what comes before the check: how many requests are live, their trees, and their
         slots beside the table.
         """
+        self.live = bs
+        table = self.runner.req_to_token_pool.req_to_token
+        if table is not self.table:
+            self._move(table)
         if self.chain:
             self.before(bs)
             return
@@ -76,6 +92,11 @@ class Launch:
             return
         child, sibling = links_of(spec)
         self.before(bs, LINKS, child, sibling, sibling)
+
+    def _move(self, table: Any) -> None:
+        """Somebody has given the server another slot table."""
+        before, self.before = self.before, self.rebind(table)
+        self.before.moved, self.table = before.moved, table
 
     def outcome(self, check: DeviceCheck, walk: Walk | None) -> Operands | None:
         """The end of the step for this walk; None where no walk was seen."""
@@ -92,16 +113,18 @@ class Launch:
         return bound
 
     def _require(self, walk: Walk) -> None:
-        bs = walk.lens.shape[0]
+        # SGLang pads launches and never walks: a walk of any other number is not of this step
+        bs, w = self.live, self.shape.w
         if (
-            bs > self.shape.lanes
-            or walk.predict.shape[0] < bs * self.shape.w
+            walk.lens.shape[0] != bs
             or walk.index.shape[0] != bs
+            or walk.predict.shape[0] < bs * w
             or not all(part.is_contiguous() for part in (walk.index, walk.predict, walk.lens))
         ):
             raise UsageError(
-                f"a walk of {bs} requests of {self.shape.w} rows was expected, found "
-                f"{walk.predict.shape[0]} tokens and paths of shape {tuple(walk.index.shape)}."
+                f"a walk of {bs} requests of {w} rows was expected, found "
+                f"{walk.predict.shape[0]} tokens, {walk.lens.shape[0]} lengths and paths of shape "
+                f"{tuple(walk.index.shape)}."
             )
 
 
@@ -143,8 +166,9 @@ class Binder:
             *[None if part is None else part.dtype for part in arrays],
         )  # fmt: skip
         held = None if self.depth is Depth.FULL else self.eager.pop(key, None)
-        if held is None:
+        if held is None or held.owner() is not backend:  # an id is used again after a death
             held = self._bind(view.complete(), tape)
+            held.owner = weakref.ref(backend)
         if self.depth is not Depth.FULL:
             self.eager[key] = held
             if len(self.eager) > EAGER:
@@ -189,10 +213,10 @@ class Binder:
             verify, kvi = replace(verify, keep=()), buffers.kv_indices
             none = None if kvi is None else kvi.new_empty(0)
             buffers = replace(buffers, mask=None, kv_indices=none)
-        table = runner.req_to_token_pool.req_to_token
-        before = self.check.bind_before(buffers, shape, table, batch.req_pool_indices)
-        kind = (view.state, view.path)
-        return Launch(shape, buffers, verify, before, kind, shape.contract.chain, pack=pack)
+        table, rows = runner.req_to_token_pool.req_to_token, batch.req_pool_indices
+        rebind = functools.partial(self.check.bind_before, buffers, shape, rows=rows)
+        before, kind, chain = rebind(table), (view.state, view.path), shape.contract.chain
+        return Launch(shape, buffers, verify, before, kind, chain, runner, table, rebind, pack=pack)
 
 
 def _new_trees(lanes: int, w: int, device: Any) -> dict[str, Any]:

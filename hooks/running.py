@@ -12,7 +12,8 @@ from ddtree_guard.hooks.view import View, ragged
 
 class Running:
     """`batch` is the step's, while one runs; `queued` the backend, batch and launch of a replay of
-    which nothing else is known yet; `steps` counts steps, and is the id of the newest.
+    which nothing else is known yet; `steps` counts steps, and is the id of the newest. `stray`: a
+    verify graph is replayed while none runs, as an idle rank of DP attention does.
 
     `view` makes the view of a launch. Other threads may ask `busy` only.
     """
@@ -23,6 +24,7 @@ class Running:
         self.queued: tuple[Any, Any, Any] | None = None
         self.known: Record | None = None
         self.steps = 0
+        self.stray = False
         self._named: tuple[list[Any], tuple[str, ...]] = ([], ())  # the newest ids, as text
 
     @property
@@ -54,10 +56,17 @@ class Running:
                 made.view = self.view(made, backend, batch, "graph")
         return self.known
 
+    def leave(self, checker: Checker) -> None:
+        """The worker returns without a step: a graph that it replayed all the same has checked
+        something, and nobody asks for the verdict.
+        """
+        if self.stray:
+            checker.stray()
+
     def set(self, record: Record | None) -> None:
         """Another step runs than the worker has begun, or none any more."""
         self.queued = self.batch = None
-        self.known = record
+        self.known, self.stray = record, False
 
     def names(self, record: Record) -> tuple[str, ...]:
         """The ids of the step's requests, as text: the last step's where they are the same."""

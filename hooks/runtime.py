@@ -200,9 +200,8 @@ class ServerGuard:
             )
 
     def built(self, backend: Any, batch: Any, path: str) -> None:
-        """The metadata of a verify launch stands in the buffers that attention will read.
-
-        A replay waits for this, and the GPU for it: what is not for the device is left to `study`.
+        """The metadata of a verify launch stands in the buffers that attention will read. A replay
+        waits for this, and the GPU for it: what is not for the device is left to `study`.
         """
         try:
             # shadow mode sees the step before attention
@@ -226,6 +225,7 @@ class ServerGuard:
             return  # before the launch
         record = self.current
         if record is None:
+            running.stray |= path == "graph"
             return
         if drafts:
             record.reused = record.built  # a drafter's forward after the walk, as EAGLE has one
@@ -304,12 +304,12 @@ class ServerGuard:
         for _, held in self._open.values():
             held.reused = True
         record = self.current
-        if record is not None:
-            record.reused |= record.redrafts
-            self.study(record)
         self.shadow.end()
         if record is None:
+            self.running.leave(self.checker)
             return
+        record.reused |= record.redrafts
+        self.study(record)
         self.running.names(record)
         while len(self._open) >= OPEN:  # results that were never processed
             _, stale = self._open.pop(next(iter(self._open)))

@@ -46,6 +46,7 @@ class Tape:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.packer: Packer | None = None
+        self.reader: Any = None
         self._models: dict[tuple[str, str], Step] = {}  # by state and path, without arrays
         self._frames: dict[Any, tuple[Step, Any]] = {}
 
@@ -61,7 +62,7 @@ class Tape:
             most = lanes_for(lanes, most, w, self.recorder.config.ring_steps)
             ring = self.recorder.open_ring(most, w, on_device=True)
             self.packer = Packer(ring, device)
-            ring.fetch = self.packer.reader()
+            self.reader = ring.fetch = self.packer.reader()
         return self.packer
 
     @quietly
@@ -81,6 +82,13 @@ class Tape:
         """The device check counts anew: warm-up and captures are over."""
         if self.packer is not None:
             self.packer.restart()
+            self.reader.paused = False
+
+    @quietly
+    def pause(self) -> None:
+        """A graph is about to be captured: ask nothing of the device until a step has run."""
+        if self.reader is not None:
+            self.reader.pause()
 
     @quietly
     def step(self, launch: Any, record: Record, view: View) -> None:
@@ -94,6 +102,8 @@ class Tape:
     @quietly
     def settled(self, record: Record) -> None:
         """The step's verdict is there: keep what its slot holds. Without one no slot is known."""
+        if self.reader is not None:
+            self.reader.paused = False
         if record.note is not None and record.checked:
             frame, kinds = record.note
             self.recorder.packed(record.mark, frame, kinds, (record.step_id, record.rids))

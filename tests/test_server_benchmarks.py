@@ -269,6 +269,61 @@ def test_overhead_measures_in_turns_and_names_what_did_not_start(fake_sglang: Pa
     assert "of 6 rows" in result["environment"]["note"]
 
 
+OLD = {"tool": "guard", "w": 8, "ratio_to_off": 1.0, "ratio_low": 1.0, "release": "0.5.16"}
+QUICK = ["--seconds", "60", "--blocks", "2", "--block", "0.02", "--shape", "small", "--warm", "0",
+         "--rounds", "1", "--tools", "", "--gpus", "0"]  # fmt: skip
+
+
+def test_rows_of_before_are_no_measurement(fake_sglang: Path) -> None:
+    overhead = _module("server_overhead")
+    (fake_sglang / "fake/sglang/__init__.py").write_text("raise SystemExit('no GPU')")
+    out = fake_sglang / "overhead.json"
+    before = {"environment": {"device": "of the rows"}, "rows": [OLD], "failed": {}}
+    out.write_text(json.dumps(before))
+    assert overhead.main([*QUICK, "--w", "8", "--out", str(out)]) == 1
+    failed = json.loads(out.read_text())
+    assert (failed["environment"], failed["rows"]) == (before["environment"], [OLD])
+    assert sorted(failed["failed"]) == ["w8-control", "w8-guard", "w8-off", "w8-twin"]
+
+
+def test_a_width_that_was_not_measured_is_not_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overhead = _module("server_overhead")
+    monkeypatch.setattr(overhead, "measure", lambda *_: [OLD])
+    assert overhead.main(["--w", "8", "--out", str(tmp_path / "made.json")]) == 0
+    assert overhead.main(["--w", "8,64", "--out", str(tmp_path / "made.json")]) == 1
+
+
+def test_every_engine_is_ended_and_a_probe_that_is_silent_has_counted_nothing(
+    fake_sglang: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overhead, serving = _module("server_overhead"), _module("serving")
+    made: list[Any] = []
+
+    class Child(serving.Child):  # type: ignore[misc, name-defined]
+        def __init__(self, cell: Any) -> None:
+            super().__init__(cell)
+            made.append(self)
+
+    monkeypatch.setattr(overhead, "Child", Child)
+    out = fake_sglang / "overhead.json"
+    overhead.main([*QUICK, "--w", "8,8", "--out", str(out)])
+    left = [child for child in made if child.process.poll() is None]
+    for child in left:
+        child.stop(0.1)
+    assert [child.cell.tool for child in left] == []
+    assert len(made) == 4
+    guard = [row for row in json.loads(out.read_text())["rows"] if row["tool"] == "guard"]
+    assert {row["findings"] for row in guard} == {None}  # the fake engine has no guard
+
+
+def test_a_tool_that_does_not_exist_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _module("server_overhead")._parser().parse_args(["--tools", "kv_canary,canary"])
+    assert "expected kv_canary and async_assert, found canary" in capsys.readouterr().err
+
+
 def test_each_width_has_a_gpu_and_processors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     overhead = _module("server_overhead")
     options = overhead._parser().parse_args(["--w", "64,8", "--gpus", "0,1"])
@@ -330,7 +385,8 @@ def test_two_engines_of_each_side_share_a_round_and_the_control_is_the_second() 
     bench = overhead.Bench(8, {name: Engine(name) for name in speeds}, {}, [case])
     for _ in range(4):
         bench.round("guard", case)
-    assert asked[:8] == ["off", "guard", "twin", "control", "guard", "off", "control", "twin"]
+    assert asked[:8] == ["off", "guard", "twin", "control", "twin", "control", "off", "guard"]
+    assert asked[8:] == ["control", "twin", "guard", "off", "guard", "off", "control", "twin"]
     rows = {row["tool"]: row for row in bench.rows()}
     assert list(rows) == ["off", "control", "guard"]
     assert rows["guard"]["ratio_to_off"] == pytest.approx(120 / 110, abs=1e-4)
@@ -338,6 +394,27 @@ def test_two_engines_of_each_side_share_a_round_and_the_control_is_the_second() 
     assert rows["control"]["ratio_to_off"] == 1.21
     assert [rows[name]["engines"] for name in rows] == [2, 1, 2]
     assert {row["steps_to_off"] for row in rows.values()} == {1.0}
+
+
+def test_drift_inside_a_round_is_in_no_ratio() -> None:
+    overhead = _module("server_overhead")
+    asked: list[str] = []
+
+    class Engine:
+        def ask(self, wait_s: float, **command: Any) -> dict[str, Any]:
+            asked.append("")
+            speed = 100.0 * 1.01 ** len(asked)  # the GPU cools down
+            made = {"steps": 5, "tokens": 20, "gaps": [0.001], "step_s": 1 / speed}
+            return {"tokens_per_s": speed, **made}
+
+    case = overhead.Case(8, 32)
+    children = {name: Engine() for name in ("off", "guard", "control", "twin")}
+    bench = overhead.Bench(8, children, {}, [case])
+    for _ in range(8):
+        bench.round("guard", case)
+    rows = {row["tool"]: row for row in bench.rows()}
+    assert rows["guard"]["ratio_to_off"] == pytest.approx(1.0)
+    assert rows["control"]["ratio_to_off"] == pytest.approx(1.0, abs=1e-3)
 
 
 def test_a_fault_in_one_lane_is_kept_and_ends_that_lane_only() -> None:
@@ -411,3 +488,29 @@ def test_the_members_of_an_engine_are_what_it_has_started() -> None:
     finally:
         os.killpg(child.pid, 9)
         child.wait()
+
+
+def test_a_thread_that_has_ended_keeps_no_other_from_its_processors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serving = _module("serving")
+    child = object.__new__(serving.Child)
+    child._members = {7: "sglang::scheduler", 8: "gone", 9: "sglang::detokenizer"}
+    threads = {"/proc/7/task": ["7", "70", "71"], "/proc/9/task": ["9"]}
+    pinned: dict[int, Any] = {}
+
+    def set_(thread: int, cpus: Any) -> None:
+        if thread == 70:
+            raise ProcessLookupError(thread)
+        pinned[thread] = cpus
+
+    def listed(path: str) -> list[str]:
+        if path not in threads:
+            raise FileNotFoundError(path)
+        return threads[path]
+
+    monkeypatch.setattr(serving.os, "listdir", listed)
+    monkeypatch.setattr(serving.os, "sched_setaffinity", set_)
+    child.pin([1, 2], [0])
+    monkeypatch.undo()
+    assert pinned == {7: [0], 71: [1, 2], 9: [1, 2]}

@@ -153,24 +153,28 @@ def server_overhead() -> str:
     for w, requests in sorted({key[:2] for key in by}):
         row, bare = (by[w, requests, tool] for tool in ("guard", "off"))
         others = (by.get((w, requests, name)) for name in ("control", "kv_canary", "async_assert"))
+        within = row["ratio_to_off"] >= 0.995 and (row["ratio_low"] or 0) >= 0.99
         lines.append([
-            w, requests, row["blocks"], _ratio(row), _ratio(row, "step"), *map(_ratio, others),
+            w, requests, row["blocks"], f"{_ratio(row)}{', within' if within else ''}",
+            _ratio(row, "step"), *map(_ratio, others),
             f"{row['p99_ms']:.1f} / {bare['p99_ms']:.1f}",
         ])  # fmt: skip
     head = (
-        "w", "requests", "blocks", "guard, tokens/s to unguarded (95 %)", "its steps", "control",
+        "w", "requests", "rounds", "guard, tokens/s to unguarded (95 %)", "its steps", "control",
         "`--kv-canary log`", "async-assert", "p99 ms a token, guard / off",
     )  # fmt: skip
     made = table(head, lines)
-    return f"{made}\n\n{found['environment']['note']} {_footprint(by)}"
+    tools = [row["blocks"] for key, row in by.items() if key[2] in ("kv_canary", "async_assert")]
+    few = f" SGLang's own checkers ran in {min(tools)} to {max(tools)} rounds." if tools else ""
+    return f"{made}\n\n{found['environment']['note']}{few} {_footprint(by)}"
 
 
 def _ratio(row: dict[str, Any] | None, of: str = "ratio") -> str:
     if row is None or f"{of}_to_off" not in row:
         return "-"
     if row[f"{of}_low"] is None:
-        return f"{row[f'{of}_to_off']:.3f}"
-    return f"{row[f'{of}_to_off']:.3f} ({row[f'{of}_low']:.3f}-{row[f'{of}_high']:.3f})"
+        return f"{row[f'{of}_to_off']:.4f}"
+    return f"{row[f'{of}_to_off']:.4f} ({row[f'{of}_low']:.4f}-{row[f'{of}_high']:.4f})"
 
 
 def _footprint(by: dict[Any, Any]) -> str:
@@ -179,11 +183,15 @@ def _footprint(by: dict[Any, Any]) -> str:
     for w in sorted({key[0] for key in by}):
         row, bare = (next(r for key, r in by.items() if (key[0], key[2]) == (w, tool))
                      for tool in ("guard", "off"))  # fmt: skip
-        name = "gpu_allocated" if row.get("gpu_allocated") else "gpu_bytes"
-        extra = ((row[name] or 0) - (bare[name] or 0)) / 2**20
+        held, reserved = (
+            ((row.get(name) or 0) - (bare.get(name) or 0)) / 2**20
+            for name in ("gpu_allocated", "gpu_bytes")
+        )
+        pinned = (row["pinned_bytes"] or 0) / 2**20
         parts.append(
-            f"w={w}: {extra:+.0f} MiB of GPU memory, {(row['pinned_bytes'] or 0) / 2**20:.1f} MiB "
-            f"pinned, started in {row['start_s']:.0f} s against {bare['start_s']:.0f} s"
+            f"w={w}: {held:+.0f} MiB of GPU memory in tensors, {reserved:+.0f} MiB with what the "
+            f"allocator reserves, {pinned:.1f} MiB pinned, started in {row['start_s']:.0f} s "
+            f"against {bare['start_s']:.0f} s"
         )
     return "Guarded, at " + "; at ".join(parts) + "."
 

@@ -91,11 +91,13 @@ class Reader:
     """Copies a device's ring to the host on a stream of its own: beside what runs, from any thread.
 
     Returns a (steps, words) int64 array, `into` if that is given, or None where the device does
-    not answer in `wait_s` seconds. Raises what CUDA raises when the device has failed.
+    not answer in `wait_s` seconds, or while `paused`. Raises what CUDA raises when the device has
+    failed.
     """
 
     def __init__(self, tensor: Tensor, wait_s: float = 2.0) -> None:
         self.tensor, self.wait_s = tensor, wait_s
+        self.paused = False
         self._lock = threading.Lock()
         self._cuda = tensor.device.type == "cuda"
         if self._cuda:
@@ -103,10 +105,20 @@ class Reader:
             self._arrived = torch.cuda.Event()
             self._host = torch.zeros(tensor.shape, dtype=torch.int64, pin_memory=True)
 
-    def __call__(self, into: Any = None) -> Any:
-        if not self._cuda:
-            return _copied(self.tensor.numpy(), into)
+    def pause(self) -> None:
+        """A graph is about to be captured, and CUDA breaks a capture if another thread asks for an
+        event meanwhile. Waits for the copy that is under way. Whoever knows that captures are over
+        resets `paused`.
+        """
         with self._lock:
+            self.paused = True
+
+    def __call__(self, into: Any = None) -> Any:
+        with self._lock:
+            if self.paused:
+                return None
+            if not self._cuda:
+                return _copied(self.tensor.numpy(), into)
             with torch.cuda.stream(self._stream):
                 self._host.copy_(self.tensor, non_blocking=True)
                 self._arrived.record(self._stream)

@@ -207,10 +207,21 @@ def _fine(d: Diagnosis) -> tuple[str, str]:
         stock = f"; on a stock backend {rules} would be broken" if rules else ""
         return f"NOTHING WRONG FOUND: the canaries are clean{stock}", ""
     what = f"no rule of {_count(d)} would be broken" if _count(d) else "no rule could be checked"
-    if judged:
-        return f"NOTHING WRONG FOUND: {what}, and the canaries are clean", ""
     seen = " (on the corrected backend)" if d.uses == "corrected" else ""
-    return f"NOTHING WRONG FOUND: {what}{seen}", ""
+    seen = ", and the canaries are clean" if judged else seen
+    but, change_to = _besides(d)
+    return f"NOTHING WRONG FOUND: {what}{seen}{but}", change_to
+
+
+def _besides(d: Diagnosis) -> tuple[str, str]:
+    """The faults that this deployment has for certain and that come out now and then only: near the
+    context limit, for one. In words, and what to change.
+    """
+    has = [match for match in d.known_here if match.sure]
+    if not has:
+        return "", ""
+    first, more = has[0].fault, f" (and {len(has) - 1} more, below)" if has[1:] else ""
+    return f", but it has a known fault{more}: {first.effect}: {first.title}", first.change
 
 
 def _unknown_flag(refused: str) -> bool:

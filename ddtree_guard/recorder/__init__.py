@@ -322,15 +322,17 @@ class Recorder:
 
     def _work(self) -> None:
         signals.mark()
-        swept = self.clock()
+        swept, due = self.clock(), time.monotonic() + DRAIN_S
         while True:
-            try:
-                asked = self._asked.get(timeout=DRAIN_S)
-            except queue.Empty:
+            if time.monotonic() >= due:  # also where somebody asks all the time
                 self._drain()
                 if self.clock() - swept >= SWEEP_S:
                     self._sweep()
                     swept = self.clock()
+                due = time.monotonic() + DRAIN_S
+            try:
+                asked = self._asked.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
                 continue
             if asked is None:
                 return

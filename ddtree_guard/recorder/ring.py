@@ -212,11 +212,14 @@ class Ring:
         """Keep what a device's ring holds now. It happens again and again beside a serving thread
         that needs the interpreter: what the copy is worth is found out when somebody asks.
         """
-        if not self.on_device or (self._kept is not None and self._kept.written == self.written):
+        slots, kept = self._slots, self._kept
+        if not self.on_device or (kept is not None and kept.written == self.written):
             return
         copied = self._copy_of_device(self._spare)
         if copied is not None:
-            self._spare, self._kept = None if self._kept is None else self._kept.block, copied
+            self._spare, self._kept = None if kept is None else kept.block, copied
+            if self._slots is not slots:  # a restart: it may have come before this one was kept
+                self._kept = None
 
     def _copied(self) -> list[tuple[_Slot, Any]]:
         found = []
@@ -235,8 +238,14 @@ class Ring:
 
     def _fetched(self) -> list[tuple[_Slot, Any]]:
         """Slots and words of the device; what was kept last where it does not answer."""
-        copied = self._copy_of_device() or self._kept
-        return [] if copied is None else self._whole(copied)
+        copied = self._copy_of_device()
+        if copied is not None:
+            return self._whole(copied)
+        while (kept := self._kept) is not None:
+            found = [(slot, words.copy()) for slot, words in self._whole(kept)]
+            if self._kept is kept:  # nobody has begun to write to its words
+                return found
+        return []
 
     def _copy_of_device(self, into: Any = None) -> _Copy | None:
         """What lies on the device; None where it does not answer."""

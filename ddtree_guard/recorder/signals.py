@@ -137,10 +137,12 @@ def catches(pid: int, proc: Path = Path("/proc")) -> bool:
 
 
 def marked(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a guard records in this process."""
+    """Whether a guard records in this process. Its main thread says nothing: that of each
+    `ddtree-guard` command has this name as well.
+    """
     for name in proc.glob(f"{pid}/task/*/comm"):
         with contextlib.suppress(OSError, ValueError):
-            if name.read_text().strip() == MARK:
+            if name.read_text().strip() == MARK and name.parent.name != str(pid):
                 return True
     return False
 

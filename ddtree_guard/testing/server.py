@@ -28,7 +28,7 @@ from ddtree_guard.testing.batches import dummy_spec, verify_batch
 from ddtree_guard.testing.cases import Inputs, VerifyCase, make_inputs
 from ddtree_guard.testing.fakes import sglang
 
-DECODE, EXTEND = "DECODE", "EXTEND"
+DECODE, EXTEND, IDLE = "DECODE", "EXTEND", "IDLE"
 STATIC = (
     "input_ids", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "positions",
 )  # fmt: skip
@@ -71,6 +71,8 @@ class Worker:
         """One verify step, or nothing for an extend batch."""
         if batch.forward_mode.is_extend():
             return SimpleNamespace(accept_lens=None)
+        if batch.forward_mode.is_idle():
+            return self.server.idle()
         inputs = self.server.prepare(batch)
         self.server.build(inputs)
         if self.server.case.algorithm == "DFLASH":  # it accepts without a tree walk
@@ -179,6 +181,19 @@ class MiniServer:
     def extend(self, reqs: list[Req]) -> None:
         """A prefill batch of new requests."""
         self.model_worker.forward_batch_generation(self.batch(EXTEND, reqs))
+
+    def idle(self) -> Any:
+        """A rank of DP attention without requests: it replays its graph beside those with some."""
+        batch, lanes = self.static, self.case.padded_bs or 0
+        batch.seq_lens.fill_(1)
+        for name in ("req_pool_indices", "out_cache_loc", "positions", "input_ids"):
+            getattr(batch, name).zero_()
+        batch.seq_lens_cpu, batch.seq_lens_sum = batch.seq_lens.clone(), lanes
+        batch.spec_info = dummy_spec(make_inputs(self._roomy), lanes)
+        with fakes.host_context(self.runner.server_args):
+            standins.replay(self.backend, copy.copy(batch))
+            self.replayed()
+        return SimpleNamespace(accept_lens=torch.zeros(0, dtype=torch.int32))
 
     def batch(self, mode: str, reqs: list[Req]) -> Any:
         """A ScheduleBatch as far as the hooks look."""

@@ -1,6 +1,7 @@
 """The check's launch fills the ring with what the host would have put there."""
 
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,30 @@ def test_a_device_that_does_not_answer_leaves_what_was_drained() -> None:
     for answer in (lambda _: None, lambda _: exec('raise RuntimeError("CUDA error")')):
         device.ring.fetch = answer
         assert device.ids == before
+
+
+def test_a_pause_waits_for_the_copy_that_is_under_way() -> None:
+    device = Device(2, 4, 17)
+    device.run(step(2, 5, None))
+    reader = device.ring.fetch
+    assert reader is not None
+    seen: list[Any] = []
+
+    class Slow:
+        """The ring's words: copied while somebody else wants to pause."""
+
+        def numpy(self) -> Any:
+            thread.start()
+            thread.join(0.1)
+            seen.append(reader.paused)
+            return device.packer.tensor.cpu().numpy()
+
+    thread = threading.Thread(target=reader.pause)
+    tensor, reader.tensor, reader._cuda = reader.tensor, Slow(), False
+    assert reader(None) is not None
+    thread.join()
+    reader.tensor = tensor
+    assert (seen, reader.paused, reader(None)) == ([False], True, None)
 
 
 def test_missing_arrays_are_left_out() -> None:

@@ -99,6 +99,19 @@ def test_the_same_fork_at_budget_7_is_right(run: Run, fork: Info) -> None:
     assert found["verdict"].startswith("NOTHING WRONG FOUND")
 
 
+def test_a_fault_that_comes_out_now_and_then_is_in_the_answer(run: Run, fork: Info) -> None:
+    ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16}
+    bare = {name: value for name, value in fork.items() if "ddtree" not in name}
+    code, found, _ = asked(run, {**bare, **ngram})
+    assert code == 0  # and it is no reason to stop a roll-out
+    assert found["verdict"].startswith("NOTHING WRONG FOUND: no rule of ")
+    sure = [fault for fault in found["known_faults"] if fault["sure"]]
+    assert len(sure) >= 2
+    assert f"a known fault (and {len(sure) - 1} more, below): " in found["verdict"]
+    assert sure[0]["title"] in found["verdict"]
+    assert found["change"] == sure[0]["change"] != ""
+
+
 def test_ddtree_of_this_package_tells_its_budget_in_the_schedulers_state(
     run: Run, info: Info
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ddtree_guard.config import Depth
 from ddtree_guard.hooks import arm, launches
@@ -19,6 +20,7 @@ from ddtree_guard.hooks.links import with_parents
 from ddtree_guard.step import Tree
 from ddtree_guard.testing.cases import SMALL, VerifyCase, grow_trees, small_case
 from ddtree_guard.testing.fakes import sglang
+from ddtree_guard.testing.server import IDLE
 
 pytestmark = pytest.mark.sglang
 
@@ -223,25 +225,82 @@ def test_eager_steps_of_a_kind_are_bound_once(
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_a_walk_that_is_too_short_is_not_read(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, graph: bool
+def test_a_slot_table_that_is_replaced_while_serving_is_the_one_that_counts(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    graph: bool,
+) -> None:
+    server, guard = start(small_case("DFLASH" if graph else "NGRAM", graph))
+    for _ in range(4):
+        server.step()  # past the steps that are read to the host
+    old = server.runner.req_to_token_pool.req_to_token
+    table = server.runner.req_to_token_pool.req_to_token = old.new_zeros(
+        (old.shape[0] + 2, old.shape[1] + 5)
+    )
+    translator = getattr(server.runner, "kv_index_translator", None)
+    for reader in (server.backend, translator):  # from 0.5.18 on there are two
+        if reader is not None:
+            reader.req_to_token = table
+    old.zero_()
+    for _ in range(2):
+        server.step()
+    assert guard.coverage.findings == 0
+    _plant_next(guard, monkeypatch, "K3")
+    server.step()
+    assert {(line["rule"], line["step"]) for line in lines()} == {("K3", "7")}
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (7, 7)
+
+
+def test_a_backend_that_follows_a_dead_one_is_bound_anew(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launches, "id", lambda backend: 7, raising=False)  # used again
+    server, guard = start(small_case("NGRAM", False))
+    for _ in range(2):
+        server.init_model_worker(guard)
+        for _ in range(3):
+            server.step()
+    assert len(guard.checker._binder.eager) == 1
+    assert guard.coverage.findings == 0
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (6, 6)
+
+
+def _short(predict: Any, lens: Any, index: Any) -> Any:
+    return predict[:-1], lens, index
+
+
+def _fewer(predict: Any, lens: Any, index: Any) -> Any:
+    return predict, lens[:-1], index[:-1]
+
+
+def _more(predict: Any, lens: Any, index: Any) -> Any:
+    parts = (predict.view(len(lens), -1), lens, index)
+    predict, lens, index = (torch.cat((part, part[-1:])) for part in parts)
+    return predict.view(-1), lens, index
+
+
+@pytest.mark.parametrize(
+    ("wrong", "graph"), [(_short, False), (_short, True), (_fewer, False), (_more, True)]
+)
+def test_a_walk_that_is_not_of_this_step_is_not_read(
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    graph: bool,
+    wrong: Callable[..., Any],
 ) -> None:
     """Its arrays are SGLang's own: past their ends lies memory of somebody else."""
     server, guard = start(small_case("DDTREE", graph))
     for _ in range(3):
         server.step()  # past the steps that are read to the host
     walked = server._walk
-
-    def short(inputs: Any) -> Any:
-        predict, lens, index = walked(inputs)
-        return predict[:-1], lens, index
-
-    monkeypatch.setattr(server, "_walk", short)
+    monkeypatch.setattr(server, "_walk", lambda inputs: wrong(*walked(inputs)))
     monkeypatch.setattr(server, "resolve", lambda result, batch: guard.resolve(result))
     server.step()
     monkeypatch.setattr(server, "_walk", walked)
     server.step()
     assert guard.fuses.faults == {"verify": 1}
+    assert guard.coverage.skipped == {"its walk could not be judged": 1}
     assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (5, 4)
 
 
@@ -286,6 +345,24 @@ def test_a_replay_of_another_kind_is_no_verify_step(start: Callable[..., Any]) -
     assert guard.coverage.findings == 0
 
 
+def test_what_an_idle_rank_replays_is_not_the_next_step_s(
+    start: Callable[..., Any],
+) -> None:
+    """DP attention: a rank without requests replays a graph, and with it the check inside."""
+    server, guard = start(small_case("NGRAM", True))
+    for _ in range(3):
+        server.step()
+    for _ in range(2):
+        server.model_worker.forward_batch_generation(server.batch(IDLE, []))
+        server.step()
+    server.model_worker.forward_batch_generation(server.batch(IDLE, []))
+    assert not guard.fuses.faults
+    assert guard.coverage.findings == 0
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (5, 5)
+    begun, closed = guard.checker.graphs.check.state[:2].tolist()
+    assert begun == closed  # none is open
+
+
 def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., Any]) -> None:
     server, guard = start(small_case("DDTREE", True))
     server.step()
@@ -326,8 +403,6 @@ def test_a_capture_does_not_lose_the_verdict_of_a_step_in_flight(
 @pytest.mark.parametrize("w", [2, 17, 33, 130])
 @pytest.mark.parametrize("kind", ["random", "chain", "star"])
 def test_links_on_the_device_are_links_on_the_host(w: int, kind: str) -> None:
-    import torch
-
     from ddtree_guard.device.tree import fill_parents
 
     case = VerifyCase(lens=(5, 6, 7), budget=w - 1, seed=w, kind=kind, block=w + 1)  # type: ignore[arg-type]

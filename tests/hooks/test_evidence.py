@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -108,6 +110,29 @@ def test_a_fence_waits_for_the_step_in_flight_and_for_its_finding(make: Make) ->
     assert (read.found, read.steps_checked, read.open) == ({"W3": 1}, 1, 0)
 
 
+def test_a_step_that_begins_right_before_the_fence_is_waited_for(make: Make) -> None:
+    evidence, counts = make(begin=False)
+    told: list[str] = []
+
+    def asked() -> dict[str, Any]:
+        found = dict(counts)
+        told.append("")
+        if len(told) == 6:  # the process has been quiet for long
+            counts.update(steps=1, verify_steps=1, open=1)
+            evidence.fence.write_text("token")
+        return found
+
+    evidence.counters = asked
+    evidence.begin()
+    until(lambda: len(told) > 8)
+    assert read_process(evidence.path).fences == {}
+    find(evidence)
+    counts.update(steps_checked=1, open=0)
+    until(lambda: "token" in read_process(evidence.path).fences)
+    read = read_process(evidence.path)
+    assert (read.open, read.found) == (0, {"W3": 1})
+
+
 def test_a_fence_is_answered_although_a_step_stays_open(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +210,32 @@ def test_a_torn_last_line_is_left_out(make: Make) -> None:
     with evidence.path.open("a") as file:
         file.write('{"kind": "steps", "verify_st')
     assert read_process(evidence.path).verify_steps == 3
+
+
+def test_a_fork_that_ends_is_not_the_end_of_its_parent(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+from pathlib import Path
+from ddtree_guard.config import Config, Mode
+from ddtree_guard.hooks.evidence import Evidence
+evidence = Evidence(Config(mode=Mode.LOG, dump_dir=Path(sys.argv[1])), "run", "TP0", "-").begin()
+evidence._lock.acquire()  # as its thread does when it writes
+child = os.fork()
+if not child:
+    sys.exit(0)
+for _ in range(500):
+    if os.waitpid(child, os.WNOHANG)[0]:
+        break
+    time.sleep(0.01)
+else:
+    os.kill(child, 9)
+    os._exit(1)
+evidence._lock.release()
+print(evidence.path.read_text().count('"end"'))
+"""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(

@@ -123,6 +123,26 @@ def test_a_graph_captured_anew_mixes_no_steps(start: Callable[..., Any]) -> None
     assert [Guard().check(step).findings for step in kept] == [(), ()]
 
 
+def test_the_device_is_not_asked_while_a_graph_is_captured(start: Callable[..., Any]) -> None:
+    server, guard = start(small_case(graph=True), device=True)
+    for _ in range(3):
+        server.step()
+    ring, prepare = guard.flight.recorder.ring, guard.checker.prepare
+    ring.drain()
+    told: list[Any] = []
+
+    def prepared(view: Any) -> None:
+        prepare(view)
+        told.append((ring.fetch(None) is None, [step.who.step_id for step in ring.snapshot()]))
+
+    guard.checker.prepare = prepared
+    server.capture()
+    assert told == [(True, [1, 2, 3])]  # another thread may ask all the same
+    server.step()
+    assert ring.fetch(None) is not None
+    assert guard.flight.recorder.faults == 0
+
+
 def test_a_replay_that_checks_nothing_mixes_no_steps(start: Callable[..., Any]) -> None:
     server, guard = start(small_case(graph=True), device=True)
     launch = next(iter(guard.checker._launches.values()), None)

@@ -161,3 +161,71 @@ def test_what_is_kept_stays_while_the_next_copy_is_made() -> None:
     device.ring.fetch = fails
     device.ring.drain()
     assert numbers(device.ring.snapshot()) == list(range(1, 12))
+
+
+def _silent(into: Any) -> Any:
+    """A device that does not answer in time, for now."""
+    return None
+
+
+def test_steps_of_a_kept_copy_stay_when_its_room_is_used_again() -> None:
+    device = Device()
+    device.ring = Ring(STEPS, 3, 64, on_device=True)  # rows of bits without a gap: no copy needed
+    device.memory = np.zeros((device.ring.steps, device.ring.words), np.int64)
+    device.base = bare(sound_step(0, lens=(37, 21, 50), w=64))
+    kinds = {"mask.tree_bits": ("uint8", (3, 64, 8))}
+
+    def run(mark: int) -> None:
+        device.pack(mark)
+        device.ring.place(mark, device.base, kinds, (mark, ("a", "b", "c")))
+
+    for mark in range(1, 6):
+        run(mark)
+    device.ring.fetch = device.fetch
+    device.ring.drain()
+    device.ring.fetch = _silent
+    held = device.ring.snapshot()
+    device.ring.fetch = device.fetch  # it answers again, and steps go on while somebody reads
+    for mark in range(6, 40):
+        run(mark)
+        device.ring.drain()
+    assert [set(step.mask.tree_bits[:, :, 0].ravel().tolist()) for step in held] == [
+        {step.who.step_id} for step in held
+    ]
+
+
+def test_a_kept_copy_is_read_anew_when_its_room_is_used_meanwhile() -> None:
+    device = Device()
+    device.run(*range(1, 6))
+    device.ring.drain()
+    torn, turns = device.ring._torn, iter((6, 7))
+
+    def slowly(*args: int) -> bool:
+        device.ring.fetch = device.fetch
+        for mark in turns:  # two drains while the first slot is judged
+            device.run(mark)
+            device.memory[1:5] += 100  # steps 1 to 4 are overwritten
+            device.ring.drain()
+            device.memory[1:5] -= 100
+        return torn(*args)
+
+    device.ring.fetch = _silent
+    device.ring._torn = slowly  # type: ignore[method-assign]
+    assert numbers(device.ring.snapshot()) == [5, 6, 7]
+
+
+def test_a_restart_right_behind_a_copy_leaves_nothing_of_before() -> None:
+    device = Device()
+    device.run(*range(1, 10))
+    copy = device.ring._copy_of_device
+
+    def copied(into: Any = None) -> Any:
+        made = copy(into)
+        device.restart()
+        return made
+
+    device.ring._copy_of_device = copied  # type: ignore[method-assign]
+    device.ring.drain()
+    device.ring._copy_of_device = copy  # type: ignore[method-assign]
+    device.ring.fetch = _silent
+    assert numbers(device.ring.snapshot()) == []

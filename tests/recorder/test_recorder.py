@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddtree_guard import recorder as module
 from ddtree_guard.config import Config
 from ddtree_guard.dump.find import find_dumps, find_trails
 from ddtree_guard.dump.read import Dump
@@ -217,6 +218,20 @@ def test_stopping_writes_the_trails(tmp_path: Path) -> None:
     made.stop()
     assert len(find_trails(tmp_path)) == 1
     assert not [t for t in threading.enumerate() if t.name == "ddtree-guard-recorder"]
+
+
+def test_the_device_is_drained_also_where_somebody_asks_all_the_time(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drained: list[bool] = []
+    monkeypatch.setattr(module, "DRAIN_S", 0.1)
+    recorder.step(step(1))
+    assert recorder.trigger("heuristic", "first") is not None  # the next ones are counted only
+    monkeypatch.setattr(recorder, "_drain", lambda: drained.append(True))
+    for _ in range(100):
+        recorder.ask("heuristic", "a request produced one token 32 times in a row")
+        time.sleep(0.005)
+    assert drained
 
 
 def test_faults_of_the_recorder_are_counted_and_told_once(

@@ -178,11 +178,11 @@ def test_that_process_would_have_died(bare: "subprocess.Popen[str]") -> None:
 
 
 def test_what_to_do_is_said_where_no_process_is_guarded(tmp_path: Path) -> None:
-    assert signals.guarded(tmp_path) == []
-    task = tmp_path / "7" / "task" / "9"
-    task.mkdir(parents=True)
-    (task / "comm").write_text("ddtree-guard\n")
-    assert signals.guarded(tmp_path) == [7]
+    for pid, thread in (("5", "5"), ("7", "7"), ("7", "9")):  # 5 is the command that asks
+        task = tmp_path / pid / "task" / thread
+        task.mkdir(parents=True)
+        (task / "comm").write_text("ddtree-guard\n")
+        assert signals.guarded(tmp_path) == ([] if thread == pid else [7])
 
 
 @pytest.mark.parametrize("pid", ["0", "-1", "4194305"])
