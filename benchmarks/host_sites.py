@@ -35,9 +35,7 @@ def measure(cell: Cell, deadline: float, loads: tuple[int, ...]) -> dict[str, An
                 if time.monotonic() < deadline - 8:
                     child.ask(30, do="block", concurrency=concurrency, length=length)
             child.ask(30, do="settled")
-        child.ask_probe()
-        time.sleep(1.3)
-        found = child.probe()
+        found = child.fresh_probe()
     finally:
         child.stop(0.3)
     names = ("verify_steps", "steps_checked", "findings", "faults")

@@ -42,9 +42,7 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
             child.ask(60, do="settled")
             while time.monotonic() < end:
                 child.ask(60, do="block", concurrency=load, length=LENGTH)
-        child.ask_probe()
-        time.sleep(1.3)
-        found = child.probe()
+        found = child.fresh_probe()
     finally:
         child.stop(0.3)
     names = ("verify_steps", "steps_checked", "skipped", "findings", "faults", "threads_s")

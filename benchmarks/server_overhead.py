@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving import ROOT, Cell, Child
+from serving import ANSWERED_S, ROOT, Cell, Child
 
 TOOLS = ("kv_canary", "async_assert")
 FOUR = ("off", "guard", "control", "twin")  # the second ones of both sides last
@@ -145,8 +145,9 @@ class Bench:
 
     def measured(self, tool: str, case: Case) -> bool:
         """Whether there is something to say about a tool; a twin is part of the guard's row."""
-        alone = tool == "control" and "twin" not in self.children
-        return tool != "twin" and not alone and bool(case.rounds.get(rounds_of(tool)))
+        rounds = case.rounds.get(rounds_of(tool))
+        alone = tool == "control" and rounds and len(rounds[0][0]) < 2
+        return bool(rounds) and tool != "twin" and not alone
 
 
 def rounds_of(tool: str) -> str:
@@ -279,7 +280,7 @@ def count(benches: list[Bench]) -> None:
     children = [(bench, tool) for bench in benches for tool in bench.children]
     for bench, tool in children:
         bench.children[tool].ask_probe()
-    time.sleep(1.3)
+    time.sleep(ANSWERED_S)
     names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "gpu_allocated",
              "pinned_bytes", "threads_s")  # fmt: skip
     for bench, tool in children:

@@ -30,6 +30,7 @@ from engines import unused_models
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB, CONTEXT = 32_000, 8192
+ANSWERED_S = 1.3  # until a probe that was asked has written
 FEW = 64  # tokens of the EAGLE cells: a random drafter then hits now and then
 ALGORITHMS = ("NONE", "NGRAM", "DFLASH", "EAGLE", "DDTREE")
 SHAPES = {
@@ -273,6 +274,12 @@ class Child:
     def ask_probe(self) -> None:
         """Let a probe that waits to be asked write its file anew, within half a second."""
         self.cell.path("probe.json").unlink(missing_ok=True)
+
+    def fresh_probe(self) -> dict[str, Any]:
+        """What the guard has counted by now, of a probe that waits to be asked; takes a second."""
+        self.ask_probe()
+        time.sleep(ANSWERED_S)
+        return self.probe()
 
     def tail(self, lines: int = 20) -> str:
         """The end of the log."""
