@@ -147,13 +147,16 @@ def planted() -> str:
 
 def server_overhead() -> str:
     """Speed of a guarded server beside an unguarded one, a second unguarded one, SGLang's tools."""
+    sys.path.insert(0, str(RESULTS.parent))
+    from server_overhead import met
+
     found = load("server_overhead")
     by = {(row["w"], row["concurrency"], row["tool"]): row for row in found["rows"]}
     lines = []
     for w, requests in sorted({key[:2] for key in by}):
         row, bare = (by[w, requests, tool] for tool in ("guard", "off"))
         others = (by.get((w, requests, name)) for name in ("control", "kv_canary", "async_assert"))
-        within = row["ratio_to_off"] >= 0.995 and (row["ratio_low"] or 0) >= 0.99
+        within = met(row)
         lines.append([
             w, requests, row["blocks"], f"{_ratio(row)}{', within' if within else ''}",
             _ratio(row, "step"), *map(_ratio, others),
