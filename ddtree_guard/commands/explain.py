@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the page or pages. Raises UsageError for an unknown rule, DumpError for a bad dump."""
     text = " ".join(args.what)
     first, *rest = args.what
-    is_path = not rest and os.path.exists(first)
-    head = "" if is_path else loglines.head(text)
+    exists = os.path.exists(first)
+    head = "" if exists and not rest else loglines.head(text)
     line = parse_line(text) if head in ("", *_WITH_RULE) else {}
     if line:
         rule = find(line["rule"])
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     means = loglines.meaning(text)
     if head:
         return _explain_line(args.json, means)
-    if os.path.exists(first) or (os.sep in first and not rest and not means):
+    if exists or (os.sep in first and not rest and not means):
         if rest:
             raise UsageError(f"explain takes one dump, found {rest[0]!r} behind {first!r}.")
         return _explain_dump(args.json, first)
