@@ -13,6 +13,7 @@ from ddtree_guard.config import Depth
 from ddtree_guard.device import selftest
 from ddtree_guard.device.edges import LINKS
 from ddtree_guard.device.launch import DeviceCheck
+from ddtree_guard.device.operands import Operands
 from ddtree_guard.device.verdict import PARTIAL, Verdict, explain
 from ddtree_guard.guard import Guard, find_rule
 from ddtree_guard.hooks.checker import HostChecker
@@ -153,8 +154,7 @@ class DeviceChecker:
                 record.why = "its walk could not be judged"
                 raise
             finally:  # a step whose walk cannot be judged must not pass to the next one
-                self.graphs.check.close(outcome)
-                self._closed += 1
+                self._close(outcome)
                 record.ticket = (self._closed, launch)
 
     def verify(self, record: Record) -> None:
@@ -172,8 +172,12 @@ class DeviceChecker:
     def stray(self) -> None:
         """Close what a graph has opened for nobody: it must not pass to the next step."""
         if self.graphs is not None:
-            self.graphs.check.close()
-            self._closed += 1
+            self._close(None)
+
+    def _close(self, outcome: Operands | None) -> None:
+        assert self.graphs is not None
+        self.graphs.check.close(outcome)
+        self._closed += 1
 
     def settle(self, record: Record) -> list[Finding]:
         """The verdict of the step, in words where it is bad."""
