@@ -21,6 +21,7 @@ from ddtree_guard.device.before import Before
 from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.device.operands import Buffers, Operands, Shape
 from ddtree_guard.device.pack import Pack
+from ddtree_guard.hooks.branch import Branch
 from ddtree_guard.hooks.certificates import Certificate
 
 TREE = (
@@ -58,11 +59,13 @@ class GraphChecks:
     check: DeviceCheck
     live_count: Any = None
     certificates: dict[Hashable, Certificate] = field(default_factory=dict)
+    branch: Branch = field(init=False)
     _operands: dict[Hashable, Operands] = field(default_factory=dict)
     _befores: dict[Hashable, Before] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.live_count = torch.zeros(1, dtype=torch.int32, device=self.check.device)
+        self.branch = Branch(self.check.device)
 
     def before_capture(
         self, key: Hashable, parts: Mapping[str, Any], buffers: Buffers, shape: Shape,

@@ -87,7 +87,9 @@ class DeviceChecker:
 
     def capture(self, view: View) -> None:
         """Record the check. Nothing is bound, allocated or read here."""
-        self._checks(view).in_graph(_key(view))
+        checks = self._checks(view)
+        with checks.branch.beside(view.runner):
+            checks.in_graph(_key(view))
         self._launches[_key(view)].recorded = True
         self._changed()
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -50,6 +51,10 @@ class Replay:
     verdict: Verdict
     step: Step
     output: Any
+
+
+class FullCudaGraphBackend:
+    """Named like SGLang's, whose captures are in one piece."""
 
 
 @dataclass
@@ -176,18 +181,21 @@ class Lab:
                 "verify", {"BS": LANES, "w": W, "mask": True}, self.buffers, self.shape,
                 (table, self.captured.req_pool_indices),
             )  # fmt: skip
-            self.backend.init_forward_metadata_in_graph = lambda batch: self.checks.in_graph(
-                "verify"
-            )
             kv = self.first.case.kv_heads * self.first.case.head_dim
 
+            graphs = SimpleNamespace(backend=FullCudaGraphBackend())
+            model_runner = SimpleNamespace(capture_tail_hooks=[])
+
             def region() -> None:
-                self.backend.init_forward_metadata_in_graph(self.captured)
+                with self.checks.branch.beside(model_runner):
+                    self.checks.in_graph("verify")
                 q, k, v = self._rows
                 shape = (LANES * W, self.first.case.kv_heads, self.first.case.head_dim)
                 self._output = self.backend.forward_extend(
                     q, k[:, :kv].reshape(shape), v[:, :kv].reshape(shape), layer, self.captured
                 )
+                for hook in model_runner.capture_tail_hooks:
+                    hook(graphs, self._output)
 
             self._replay = _recorded(region, self.device)
         self.checks.captured()
