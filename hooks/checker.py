@@ -28,7 +28,7 @@ class Checker(Protocol):
 
     kind: str
     tape: Any
-    # by id of a backend and lanes: an object whose `begin(spec_info, bs)` is all that a replay
+    # by id of a backend and batch size: an object whose `begin(spec_info, bs)` is all that a replay
     # needs; it becomes the record's ticket
     ready_made: dict[Any, Any]
 

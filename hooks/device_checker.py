@@ -112,7 +112,7 @@ class DeviceChecker:
         record.ticket = launch
         if self._samples(record, launch):
             self._read(record, view)
-        elif launch.recorded:
+        elif launch.recorded and launch.told_by(view.batch):
             self.ready_made[_key(view)] = launch
 
     def study(self, record: Record, view: View) -> None:
@@ -121,6 +121,9 @@ class DeviceChecker:
         launch = ticket[1] if isinstance(ticket, tuple) else ticket
         if launch is None:
             return
+        if launch.recorded and lanes_of(view.batch) != launch.shape.lanes:
+            self.ready_made.clear()
+            record.why = "its batch size is not that of its graph"
         asked = record.doubt or record.step_id % SAMPLE[self.depth] == 0
         if asked and record.step is None and not record.reused:
             self._read(record, view)

@@ -36,7 +36,7 @@ from ddtree_guard.hooks.facts import Facts, facts_of
 from ddtree_guard.hooks.links import links_of
 from ddtree_guard.hooks.observe import verify_width
 from ddtree_guard.hooks.record import Walk
-from ddtree_guard.hooks.view import View, lanes_of
+from ddtree_guard.hooks.view import RAGGED, View, lanes_of
 
 EAGER = 32  # kinds of eager steps that are kept
 ROWS = ("input_ids", "positions", "out_cache_loc")
@@ -51,7 +51,8 @@ class Launch:
 
     No graph holds the slot table: `before` is launched from here, eagerly, with the `table` that
     `runner` had when it was bound. `rebind` makes it anew for another one. `owner` is a reference
-    to the backend of eager steps. `live` is how many requests the device was told of last.
+    to the backend of eager steps. `live` is how many requests the device was told of last. `spec`,
+    `mode` and `may_be_ragged`: see `told_by`.
     """
 
     shape: Shape
@@ -66,6 +67,9 @@ class Launch:
     recorded: bool = False
     owner: Any = None
     live: int = 0
+    spec: Any = None
+    mode: Any = None
+    may_be_ragged: bool = True
     pack: Any = None
     tokens: Any = None  # of this step, where they lie elsewhere in each
     closes: dict[Any, Operands] = field(default_factory=dict)
@@ -79,10 +83,10 @@ class Launch:
         """Queue what comes before the check: how many requests are live, their trees, and their
         slots beside the table.
         """
-        self.live = bs
         table = self.runner.req_to_token_pool.req_to_token
         if table is not self.table:
             self._move(table)
+        self.live = bs
         if self.chain:
             self.before(bs)
             return
@@ -92,6 +96,14 @@ class Launch:
             return
         child, sibling = links_of(spec)
         self.before(bs, LINKS, child, sibling, sibling)
+
+    def told_by(self, batch: Any) -> bool:
+        """From now on a replay of this kind may be told by the class of its spec info and by its
+        mode. Whether one may: its `batch_size` has to be that of the graph.
+        """
+        self.spec, self.mode = type(batch.spec_info), batch.forward_mode
+        self.may_be_ragged = hasattr(batch.spec_info, RAGGED)
+        return getattr(batch, "batch_size", None) == self.shape.lanes
 
     def _move(self, table: Any) -> None:
         """Somebody has given the server another slot table."""

@@ -34,16 +34,24 @@ class Running:
 
     def queue(self, checker: Checker, backend: Any, batch: Any) -> bool:
         """Launch what the replay of a graph needs, where that is all it needs. Whether it is."""
-        if self.known is not None or self.batch is None:
+        # a replay waits for this, and no cache is warm: each line is a microsecond
+        begun = self.batch
+        if begun is None or self.known is not None:
             return False
-        launch = checker.ready_made.get((id(backend), batch.req_pool_indices.shape[0]))
-        # who replaces `build`, to plant a fault, is asked in each step
-        if launch is None or "build" in vars(checker):
+        launch = checker.ready_made.get((id(backend), getattr(batch, "batch_size", None)))
+        spec = batch.spec_info
+        if (
+            launch is None
+            or spec.__class__ is not launch.spec
+            or batch.forward_mode is not launch.mode
+            or (launch.may_be_ragged and ragged(batch))
+        ):
             return False
-        if not batch.forward_mode.is_target_verify() or ragged(batch):
-            return False
-        self.queued = backend, batch, None
-        launch.begin(batch.spec_info, len(self.batch.reqs))
+        try:
+            launch.begin(spec, len(begun.reqs))
+        except Exception:
+            self.queued = backend, batch, None
+            raise
         self.queued = backend, batch, launch
         return True
 

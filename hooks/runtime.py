@@ -88,7 +88,7 @@ class ServerGuard:
         self.metrics = metrics or Metrics(rank)
         self.journal = journal or Journal(config.log)
         self.digests = digests
-        self.fuses = Fuses(strict=config.mode is Mode.RAISE, told=self.metrics.fault)
+        self.fuses = Fuses(strict=config.mode is Mode.RAISE, told=self._faulted)
         self.taints = Taints()
         self.certificates = Certificates()
         self.witness: Any = None  # `witness.Witness`: a DDTREE worker's own outputs
@@ -103,6 +103,8 @@ class ServerGuard:
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
         self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
+        # replays may wait for a launch alone; shadow mode sees a step before attention
+        self.quick = not self.shadow.on
         self.depth = 0  # nested builds: a backend that calls its parent's, or wraps another
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -118,6 +120,10 @@ class ServerGuard:
         except ImportError as error:  # SGLang's own module does not import here
             return HookStatus(hook, False, f"{type(error).__name__}: {error}")
         return status(hook, report)
+
+    def _faulted(self, site: str, disarmed: bool) -> None:
+        self.quick = False
+        self.metrics.fault(site, disarmed)
 
     def remove(self) -> tuple[str, ...]:
         """Put every original back. A sentence for each that somebody else has replaced since."""
@@ -204,19 +210,13 @@ class ServerGuard:
         waits for this, and the GPU for it: what is not for the device is left to `study`.
         """
         try:
-            # shadow mode sees the step before attention
-            quick = path == "graph" and not self.shadow.on and not self.fuses.faults
-            if quick and self.running.queue(self.checker, backend, batch):
+            if self.quick and path == "graph" and self.running.queue(self.checker, backend, batch):
                 return
         except Exception as error:
             if self.fuses.passes("build", error):
                 raise
             return
         self._built(backend, batch, path)
-
-    @site("build")
-    def _built(self, backend: Any, batch: Any, path: str) -> None:
-        self._build(backend, batch, path)
 
     def _build(self, backend: Any, batch: Any, path: str) -> None:
         runner, running = self._target(backend), self.running
@@ -239,6 +239,8 @@ class ServerGuard:
         self.checker.build(record, view)
         if record.step is not None:
             self.flight.built(record)
+
+    _built = site("build")(_build)
 
     def _view(self, record: Record, backend: Any, batch: Any, path: str) -> View:
         return View(

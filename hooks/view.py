@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddtree_guard.hooks.certificates import Replay
 
+RAGGED = "ragged_verify_layout"
+
 
 def lanes_of(batch: Any) -> int:
     """Requests of a forward batch, padded ones too. `len` of a tensor takes five times as long."""
@@ -17,7 +19,7 @@ def lanes_of(batch: Any) -> int:
 
 def ragged(batch: Any) -> bool:
     """Whether a forward batch has no single width."""
-    return getattr(batch.spec_info, "ragged_verify_layout", None) is not None
+    return getattr(batch.spec_info, RAGGED, None) is not None
 
 
 def state_of(runner: Any) -> str:

@@ -65,7 +65,8 @@ def _plant_next(rule: str) -> None:
     """Plant the rule's fault in the next step, at its last request."""
     from ddtree_guard.hooks import arm
 
-    checker: Any = arm.GUARDS[-1].checker
+    guard: Any = arm.GUARDS[-1]
+    checker, guard.quick = guard.checker, False
     build = checker.build
 
     def planted(record: Any, view: Any) -> None:

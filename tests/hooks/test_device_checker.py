@@ -64,7 +64,7 @@ def _plant_next(
 ) -> None:
     from ddtree_guard.testing.plant import plant
 
-    build = guard.checker.build
+    build, guard.quick = guard.checker.build, False
 
     def planted(record: Any, view: Any) -> None:
         plant(rule, view, request)
