@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from server_overhead import interval, processors, where
+from rounds import interval
+from server_overhead import processors, where
 from serving import ROOT, Cell, Child
 
 LOADS = (8, 1, 32)

@@ -1,19 +1,29 @@
 """What the guard costs a server: engines side by side on one GPU, measured in turns.
 
-    python benchmarks/server_overhead.py --w 64,8 --seconds 520 [--gpus 0,1] [--tools kv_canary]
+    python benchmarks/server_overhead.py --w 64,8 --seconds 520 [--gpus 0,1] [--generations 2]
 
-For each width two engines without a guard and two with it are resident on one GPU: two processes
-that run the same code differ by up to a percent, for as long as they live. A block is the same
-requests on one engine; a round is one block on each of the four, and rounds alternate which side
-goes first, and which engine of it. One ratio comes from two neighbouring rounds, so that drift and
-order fall out; the interval is a bootstrap over those. The engine that runs has the same processors
-as the others when those run, one core of them for its scheduler's main thread alone; the engines
-that wait sleep on others. `ratio_to_off` is of tokens per second of decoding, over whole blocks,
-`step_to_off` of the median time between two steps, which a pause of the host does not move.
-`control` is what the method says of nothing: the second engine without a guard to the first, in the
-same blocks. SGLang's own tools are measured at the last width, in fewer rounds, against one engine.
-With two GPUs the widths are measured at the same time, each on its own GPU with half of the
-processors. The result file is rewritten every few seconds; rows of other widths stay.
+Two processes that run the same code differ by up to a percent, for as long as they live: how many
+engines there are decides what can be told, not how long they are measured. So all engines are
+started, measured and stopped `--generations` times, each with an equal share of the time left. A
+generation has three engines without a guard and three with it for each width, on one GPU; the last
+has two of each beside SGLang's own `--tools`, which need memory and are measured at the last width
+only, in fewer rounds, against one engine. Widths that share a GPU have one engine of each.
+
+A block is the same requests on one engine; a round is one block on each engine of both sides, and
+rounds alternate which side goes first, and which engine of it. One ratio comes from a pair, two
+neighbouring rounds of one visit to a case, so that drift and order fall out; a round without its
+other is in no pair. Rows are of all generations: `engines` counts those of a side over all,
+`blocks` the rounds. `ratio_to_off` is the median over all pairs, of tokens per second of decoding,
+over whole blocks; `step_to_off` of the median time between two steps, which a pause of the host
+does not move. Their interval is a bootstrap over pairs: it knows nothing of how engines differ.
+`by_generation` does: the median of each one's pairs. `control` is what the method says of nothing:
+the second engine without a guard to the first, in the same blocks. Counts of steps, findings and
+dumps are sums over a side's engines; start-up, memory and `threads_s` are of the first engine.
+
+The engine that runs has the same processors as the others when those run, one core of them for its
+scheduler's main thread alone; the engines that wait sleep on others. With two GPUs the widths are
+measured at the same time, each on its own GPU with half of the processors. The result file is
+rewritten every few seconds; rows of other widths stay. `failed` names generation, width and engine.
 """
 
 from __future__ import annotations
@@ -22,77 +32,51 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import os
-import random
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rounds import COUPLES, ENGINES, TOOLS, Case, Round, rounds_of, summary
 from serving import ANSWERED_S, ROOT, Cell, Child
 
-TOOLS = ("kv_canary", "async_assert")
-FOUR = ("off", "guard", "control", "twin")  # the second ones of both sides last
+SIDES = {"off": ENGINES[::2], "guard": ENGINES[1::2]}
+COUNTED = ("verify_steps", "steps_checked", "findings", "violations_logged", "dumps")
 CONCURRENCY = (8, 32, 1)  # the ones that matter most first
-MODES = {"guard": "log", "kv_canary": "log", "control": "off"}
 POOL = 24_000  # KV slots: 32 requests with their lookahead, and their prompts in the radix cache
 SIZES = (1, 2, 4, 8, 16, 24, 32)  # captured batch sizes: the less of them, the sooner it starts
 LENGTHS = (64, 1536)  # new tokens of a request
 START_S, TOOL_S = 150.0, 30.0  # most seconds until the engines that matter are up; then the others
+STOP_S = 8.0  # to count and to stop, at the end of a generation
 GATE, LOW = 0.995, 0.99  # what the median and the interval's lower end must reach
 
 
-def interval(ratios: list[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the median."""
-    rng = random.Random(seed)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]
-
-
-def paired(ratios: list[float]) -> list[float]:
-    """Geometric means of neighbouring rounds, in which the engines took turns in going first."""
-    if len(ratios) < 2:
-        return ratios
-    return [math.sqrt(a * b) for a, b in zip(ratios[::2], ratios[1::2], strict=False)]
-
-
-def percentile(values: list[float], share: float) -> float | None:
-    """The smallest value that at least `share` of all do not exceed; None without values."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
-
-
 # --- one width ---
-Block = dict[str, Any]
-Round = tuple[list[Block], list[Block]]
-
-
-@dataclass(slots=True)
-class Case:
-    """A width at a concurrency. `rounds` are, by tool, the unguarded engines' blocks and the
-    tool's.
-    """
-
-    concurrency: int
-    length: int = 0
-    rounds: dict[str, list[Round]] = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class Bench:
-    """The engines of one width, by tool."""
+    """One width: its engines, by tool, and what all generations of them have shown."""
 
     w: int
     children: dict[str, Child]
-    facts: dict[str, dict[str, Any]]
+    facts: dict[str, list[dict[str, Any]]]  # one a generation
     cases: list[Case]
     warm_s: float = 0.1  # of each block, before what is measured
     cores: tuple[Any, Any, Any] = ((), (), ())  # of a scheduler, of its engine, of those that wait
     running: str = ""
+    generation: int = 1
+    visit: int = 0  # counted on over generations
+    settled: set[int] = field(default_factory=set)  # concurrencies
+
+    def begin(self, generation: int) -> None:
+        """Forget the engines of before, not what they have shown."""
+        self.children, self.running, self.settled = {}, "", set()
+        self.generation = generation
 
     def block(self, tool: str, case: Case) -> dict[str, Any]:
         """One block on one engine."""
@@ -108,110 +92,79 @@ class Bench:
         )
 
     def round(self, tool: str, case: Case) -> None:
-        """One block on each engine of both sides."""
+        """One block on each engine of both sides: ABBA, then BAAB; three a side go ABBAAB."""
         held = case.rounds.setdefault(tool, [])
-        sides = [["off"], [tool]]
-        if tool == "guard" and {"control", "twin"} <= set(self.children):
-            sides = [["off", "control"], ["guard", "twin"]]
-        first, last = sides if len(held) % 2 == 0 else sides[::-1]
-        way = -1 if len(held) % 4 in (1, 2) else 1  # the second engines come first as often
-        (head, *tail), inner = first[::way], last[::way]
-        found = {name: self.block(name, case) for name in (head, *inner, *tail)}
-        held.append(([found[name] for name in sides[0]], [found[name] for name in sides[1]]))
+        at = sum(one.generation == self.generation for one in held)
+        couples = [two for two in COUPLES if self.children.keys() >= {*two}]
+        couples = couples if tool == "guard" else [("off", tool)]
+        way = -1 if at % 4 in (1, 2) else 1  # the last engines come first as often
+        order = [two[:: -1 if (at + k) % 2 else 1] for k, two in enumerate(couples[::way])]
+        found = {name: self.block(name, case) for name in itertools.chain(*order)}
+        off, mine = ([found[name] for name in side] for side in zip(*couples, strict=True))
+        held.append(Round(off, mine, self.generation, self.visit))
 
     def settle(self, case: Case, block_s: float) -> None:
-        """Blocks that are not measured: lengths, radix cache, n-grams, clocks; and each engine told
-        once, as SGLang offers it, that what it holds is no garbage.
+        """Begin a visit with blocks that are not measured: lengths, radix cache, n-grams, clocks;
+        and each engine told once, as SGLang offers it, that what it holds is no garbage. A length
+        stays as it was found: the requests of all generations are the same.
         """
+        self.visit += 1
         if not case.length:
             case.length = LENGTHS[0]
             self.block("off", case)
             speed = self.block("off", case)["tokens_per_s"] / case.concurrency
             case.length = min(max(LENGTHS[0], round(block_s * speed)), LENGTHS[1])
+        if case.concurrency not in self.settled:
             for tool, child in self.children.items():
                 self.block(tool, case)
                 child.ask(60, do="settled")
+            self.settled.add(case.concurrency)
         for tool in self.children:
             self.block(tool, case)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row a tool and case."""
+        """One row a case and tool that has rounds; the guard's is of the twins as well."""
         return [
-            summary(tool, self.w, case, self.facts.get(tool, {}))
+            summary(tool, self.w, case, rounds, self.known(tool))
             for case in self.cases
-            for tool in dict.fromkeys(("off", *self.children))
-            if self.measured(tool, case)
+            for tool in ("off", "guard", "control", *TOOLS)
+            if (rounds := rounds_of(tool, case))
         ]
 
-    def measured(self, tool: str, case: Case) -> bool:
-        """Whether there is something to say about a tool; a twin is part of the guard's row."""
-        rounds = case.rounds.get(rounds_of(tool))
-        alone = tool == "control" and rounds and len(rounds[0][0]) < 2
-        return bool(rounds) and tool != "twin" and not alone
-
-
-def rounds_of(tool: str) -> str:
-    """The tool in whose rounds these engines ran."""
-    return "guard" if tool in FOUR else tool
-
-
-def summary(tool: str, w: int, case: Case, facts: dict[str, Any]) -> dict[str, Any]:
-    """One row: a tool at a width and a concurrency, over its rounds."""
-    rounds = case.rounds[rounds_of(tool)]
-    if tool == "control":
-        rounds = [(off[:1], off[1:]) for off, _ in rounds]
-    mine = [block for sides in rounds for block in sides[tool != "off"]]
-    ratios = [mean("tokens_per_s", one) / mean("tokens_per_s", off) for off, one in rounds]
-    pairs = paired(ratios) if tool != "off" else [1.0]
-    low, high = interval(pairs) if len(pairs) > 1 else (None, None)
-    step = paired([mean("step_s", off) / mean("step_s", one) for off, one in rounds])
-    step = step if tool != "off" else [1.0]
-    step_low, step_high = interval(step) if len(step) > 1 else (None, None)
-    steps, tokens = (sum(one[name] for one in mine) for name in ("steps", "tokens"))
-    p99 = percentile([gap for one in mine for gap in one["gaps"]], 0.99)
-    return {
-        "tool": tool, "mode": MODES.get(tool, tool), "algorithm": "NGRAM", "w": w,
-        "concurrency": case.concurrency, "blocks": len(rounds), "pairs": len(pairs),
-        "engines": len(rounds[0][tool != "off"]),
-        "tokens_per_s": round(statistics.median(one["tokens_per_s"] for one in mine), 1),
-        "ratio_to_off": round(statistics.median(pairs), 4),
-        "ratio_low": low and round(low, 4), "ratio_high": high and round(high, 4),
-        "step_ms": round(1000 * statistics.median(one["step_s"] for one in mine), 4),
-        "step_to_off": round(statistics.median(step), 4),
-        "step_low": step_low and round(step_low, 4), "step_high": step_high and round(step_high, 4),
-        "accept_length": round(tokens / steps, 4) if steps else None,
-        "steps_to_off": steps_to_off(rounds) if tool != "off" else 1.0,
-        "p99_ms": None if p99 is None else round(1000 * p99, 3),
-        "new_tokens": case.length, **facts,
-        "ratios": [round(ratio, 4) for ratio in ratios] if tool != "off" else [],
-    }  # fmt: skip
-
-
-def mean(name: str, blocks: list[Block]) -> float:
-    """The geometric mean over one side's engines."""
-    return statistics.geometric_mean(block[name] for block in blocks)
-
-
-def steps_to_off(rounds: list[Round]) -> float | None:
-    """Verify steps of the tool's engines to the others', for the same requests: 1 if it is fair."""
-    off, mine = (sum(block["steps"] for sides in rounds for block in sides[at]) for at in (0, 1))
-    return round(mine / off, 5) if off else None
+    def known(self, tool: str) -> dict[str, Any]:
+        """Facts of a tool's first engine, with counts summed over all engines of its side. A probe
+        that did not answer has not counted nothing.
+        """
+        side = [one for name in SIDES.get(tool, (tool,)) for one in self.facts.get(name, ())]
+        first = dict(ChainMap(*self.facts.get(tool, ())))
+        counts: dict[str, list[Any]] = {name: [one.get(name) for one in side] for name in COUNTED}
+        silent = {name for name, held in counts.items() if None in held or not held}
+        return first | {n: None if n in silent else sum(held) for n, held in counts.items()}
 
 
 # --- all widths ---
-def cells(options: argparse.Namespace) -> list[Cell]:
-    """All engines, the ones that are needed most first."""
-    gpus, groups = options.gpus, processors(len(options.gpus))
-    fit = FOUR if len(gpus) >= len(options.w) else FOUR[:2]  # a GPU holds seven engines
-    wanted = [(tool, at) for tool in fit for at in range(len(options.w))]
-    wanted += [(tool, len(options.w) - 1) for tool in TOOLS if tool in options.tools]
-    return [
+def tools_of(generation: int, options: argparse.Namespace) -> tuple[str, ...]:
+    """The engines of a width, the ones that are needed most first; SGLang's own tools come last,
+    and take the place of the third engines. A GPU holds about six.
+    """
+    tools = [tool for tool in TOOLS if tool in options.tools and generation == options.generations]
+    if len(options.gpus) < len(options.w):
+        return (*ENGINES[:2], *tools)
+    return (*ENGINES[:4], *tools) if tools else ENGINES
+
+
+def cells(options: argparse.Namespace, generation: int) -> list[Cell]:
+    """All engines of a generation, in a folder of its own. SGLang's tools run at the last width."""
+    gpus, groups, last = options.gpus, processors(len(options.gpus)), len(options.w) - 1
+    wanted = [
         Cell(
             "NGRAM", tool=tool, shape=options.shape, w=options.w[at], max_running=32, pool=POOL,
             sizes=SIZES, asked=True, gpu=gpus[at % len(gpus)], cpus=tuple(groups[at % len(gpus)]),
         )
-        for tool, at in wanted
+        for tool in tools_of(generation, options)
+        for at in range(last if tool in TOOLS else 0, last + 1)
     ]  # fmt: skip
+    return [replace(cell, folder=f"{cell.folder}/generation-{generation}") for cell in wanted]
 
 
 def processors(parts: int) -> list[list[int]]:
@@ -253,47 +206,38 @@ def _spelled(text: str) -> list[int]:
     return [n for low, _, high in spans for n in range(int(low), int(high or low) + 1)]
 
 
-def start(wanted: list[Cell], deadline: float, warm_s: float) -> tuple[list[Bench], dict[str, str]]:
-    """All engines, started together; reasons of the failed ones."""
-    made = [Child(cell) for cell in wanted]
+def start(benches: list[Bench], made: list[Child], deadline: float, failed: dict[str, str]) -> None:
+    """Wait for engines that were started together; those that fail are stopped, and said why."""
     where()
-    benches: dict[int, Bench] = {}
-    failed = {}
+    by_w = {bench.w: bench for bench in benches}
     for child in made:
-        cell = child.cell
-        cases = [Case(c) for c in CONCURRENCY]
-        made_for = Bench(cell.w, {}, {}, cases, warm_s, shares(cell.cpus))
-        bench = benches.setdefault(cell.w, made_for)
-        patience = START_S if cell.tool in FOUR else TOOL_S  # others are started by now
+        cell, bench = child.cell, by_w[child.cell.w]
+        bench.cores = shares(cell.cpus)
+        patience = START_S if cell.tool in ENGINES else TOOL_S  # others are started by now
         try:
             ready = child.answer(min(patience, deadline - time.monotonic() - 30))
             bench.children[cell.tool] = child
-            bench.facts[cell.tool] = {name: ready[name] for name in ("start_s", "release")}
+            fact = {name: ready[name] for name in ("start_s", "release")}
+            bench.facts.setdefault(cell.tool, []).append(fact)
         except RuntimeError as error:
-            failed[f"w{cell.w}-{cell.tool}"] = str(error)
-            child.stop()
-    return list(benches.values()), failed
+            failed[f"g{bench.generation}-w{cell.w}-{cell.tool}"] = str(error)
+            child.stop(0.3)
 
 
 def count(benches: list[Bench]) -> None:
     """What the probes counted, into the facts. Takes a second; the engines have to be idle."""
-    children = [(bench, tool) for bench in benches for tool in bench.children]
-    for bench, tool in children:
-        bench.children[tool].ask_probe()
+    children = [(bench.facts[tool][-1], child)
+                for bench in benches for tool, child in bench.children.items()]  # fmt: skip
+    for _, child in children:
+        child.ask_probe()
     time.sleep(ANSWERED_S)
     names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "gpu_allocated",
              "pinned_bytes", "threads_s")  # fmt: skip
-    for bench, tool in children:
-        child = bench.children[tool]
+    for fact, child in children:
         probe, log = child.probe(), child.cell.path("log.txt").read_text(errors="replace")
-        bench.facts[tool] |= {name: probe.get(name) for name in names}
-        bench.facts[tool]["violations_logged"] = log.count("iolation")
-        bench.facts[tool]["dumps"] = probe.get("recorder", {}).get("dumps")
-    for bench in [bench for bench in benches if "guard" in bench.facts]:
-        for name in ("verify_steps", "steps_checked", "findings", "violations_logged", "dumps"):
-            values = [bench.facts[tool][name] for tool in ("guard", "twin") if tool in bench.facts]
-            # a probe that did not answer has not counted nothing
-            bench.facts["guard"][name] = None if None in values else sum(values)
+        fact |= {name: probe.get(name) for name in names}
+        fact["violations_logged"] = log.count("iolation")
+        fact["dumps"] = probe.get("recorder", {}).get("dumps")
 
 
 def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, save: Any) -> None:
@@ -302,11 +246,12 @@ def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, sav
              for bench in benches for case in (bench.cases[at],)]  # fmt: skip
     longest = 0.0
     for bench, case in itertools.cycle(cases):
-        if len(case.rounds.get("guard", ())) >= options.blocks:
+        mine = [one for one in case.rounds.get("guard", ()) if one.generation == bench.generation]
+        if len(mine) >= options.blocks or time.monotonic() + longest > deadline:
             return
         bench.settle(case, options.block)
-        turns = dict.fromkeys(FOUR, 0) | {"guard": options.rounds}
-        for tool in [name for name in bench.children for _ in range(turns.get(name, 1))]:
+        turns = dict.fromkeys(ENGINES, 0) | {"guard": options.rounds}
+        for tool in [name for name in bench.children for _ in range(turns.get(name, 2))]:
             begun = time.monotonic()
             if begun + longest > deadline:
                 return
@@ -316,10 +261,10 @@ def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, sav
 
 
 def measure(options: argparse.Namespace, result: dict[str, Any], save: Any) -> list[dict[str, Any]]:
-    """Start, measure each GPU's widths in a thread, count, stop. Returns the rows."""
-    deadline = time.monotonic() + options.seconds - 8
-    benches, result["failed"] = start(cells(options), deadline, options.warm)
-    lock = threading.Lock()
+    """Each generation in its share of the time left. Returns the rows over all of them."""
+    end, lock = time.monotonic() + options.seconds, threading.Lock()
+    failed = result["failed"] = {}
+    benches = [Bench(w, {}, {}, [Case(c) for c in CONCURRENCY], options.warm) for w in options.w]
 
     def keep() -> list[dict[str, Any]]:
         with lock:
@@ -328,30 +273,52 @@ def measure(options: argparse.Namespace, result: dict[str, Any], save: Any) -> l
             save(rows)
             return rows
 
+    for generation in range(1, options.generations + 1):
+        now = time.monotonic()
+        share = (end - now) / (options.generations - generation + 1)
+        for bench in benches:
+            bench.begin(generation)
+        try:
+            live(benches, now + share - STOP_S, options, failed, keep)
+        except Exception as error:  # the other generations count
+            failed[f"g{generation}"] = str(error)
+        rows = keep()
+    return rows
+
+
+def live(
+    benches: list[Bench], deadline: float, options: argparse.Namespace, failed: dict[str, str],
+    keep: Callable[[], Any],
+) -> None:  # fmt: skip
+    """One generation: start, measure each GPU's widths in a thread, count, stop."""
+    made: list[Child] = []
     try:
-        ready = [bench for bench in benches if {"off", "guard"} <= set(bench.children)]
+        for cell in cells(options, benches[0].generation):
+            made.append(Child(cell))
+        start(benches, made, deadline, failed)
         lanes: dict[str, list[Bench]] = {}
-        for bench in ready:
-            lanes.setdefault(bench.children["off"].cell.gpu, []).append(bench)
-        work = [threading.Thread(target=_guarded, args=(result, mine, deadline, options, keep))
+        for bench in benches:
+            if bench.children.keys() >= {"off", "guard"}:
+                lanes.setdefault(bench.children["off"].cell.gpu, []).append(bench)
+        work = [threading.Thread(target=_guarded, args=(failed, mine, deadline, options, keep))
                 for mine in lanes.values()]  # fmt: skip
         for thread in work:
             thread.start()
         for thread in work:
             thread.join()
         count(benches)
-        return keep()
     finally:
-        for child in [child for bench in benches for child in bench.children.values()]:
-            child.stop(0.3)
+        with ThreadPoolExecutor(len(made) or 1) as pool:
+            list(pool.map(lambda child: child.stop(0.3), made))
 
 
-def _guarded(result: dict[str, Any], benches: list[Bench], *more: Any) -> None:
+def _guarded(failed: dict[str, str], benches: list[Bench], *more: Any) -> None:
     """One lane; a fault ends it and is kept, the others go on."""
     try:
         lane(benches, *more)
     except Exception as error:
-        result["failed"]["w" + ",".join(str(bench.w) for bench in benches)] = str(error)
+        widths = ",".join(str(bench.w) for bench in benches)
+        failed[f"g{benches[0].generation}-w{widths}"] = str(error)
 
 
 def put(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -387,10 +354,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--w", type=_numbers, default=[64, 8], help="verify widths")
     parser.add_argument("--seconds", type=float, default=540.0, help="in all, start included")
-    parser.add_argument("--blocks", type=int, default=120, help="most rounds per case")
+    parser.add_argument("--generations", type=int, default=2, choices=range(1, 10))
+    parser.add_argument("--blocks", type=int, default=120, help="of a case and generation, at most")
     parser.add_argument("--block", type=float, default=0.6, help="seconds per block")
     parser.add_argument("--warm", type=float, default=0.1, help="unmeasured seconds before it")
-    parser.add_argument("--rounds", type=int, default=6, help="rounds of a case at a time")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of a case at a time; even")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--tools", type=_tools, default=list(TOOLS))
     parser.add_argument(
@@ -438,7 +406,7 @@ def environment(
         )
     return {
         **where(), "gpus": options.gpus, "load_before": round(load, 2), "shape": options.shape,
-        "block_s": options.block, "note": note,
+        "generations": options.generations, "block_s": options.block, "note": note,
     }  # fmt: skip
 
 

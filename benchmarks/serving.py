@@ -43,12 +43,12 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One engine. `tool` is off, guard, control (a second off), twin (a second guard), kv_canary or
-    async_assert; `w` the verify width. `site` is a folder with another SGLang than the
-    interpreter's, put first on the path; `release` names it. `gpu` and `cpus` are what its
-    processes may use; all that there is by default. `pool` is the number of KV slots, `sizes` the
-    captured batch sizes; `asked` lets the probe write only when it is asked, `times` has it measure
-    the host time of our sites, `turns` what they add to a step.
+    """One engine. `tool` is off, guard, control (a second off), twin (a second guard), control2 and
+    twin2 (third ones), kv_canary or async_assert; `w` the verify width. `site` is a folder with
+    another SGLang than the interpreter's, put first on the path; `release` names it. `gpu` and
+    `cpus` are what its processes may use; all that there is by default. `pool` is the number of KV
+    slots, `sizes` the captured batch sizes; `asked` lets the probe write only when it is asked,
+    `times` has it measure the host time of our sites, `turns` what they add to a step.
     """
 
     algorithm: str
@@ -175,7 +175,7 @@ def environment(cell: Cell) -> dict[str, str]:
     values = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "SGLANG_DDTREE_GUARD": "log" if cell.tool in ("guard", "twin") else "off",
+        "SGLANG_DDTREE_GUARD": "log" if cell.tool in ("guard", "twin", "twin2") else "off",
         "SGLANG_DDTREE_GUARD_DEPTH": cell.depth,
         "SGLANG_DDTREE_GUARD_DUMP_DIR": str(cell.path("dumps")),
         "SGLANG_DDTREE_GUARD_SHADOW_EVERY": str(cell.shadow),

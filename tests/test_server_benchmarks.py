@@ -56,7 +56,7 @@ class Engine:
 def _paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield
-    for name in ("serving", "soak", "server_overhead"):
+    for name in ("serving", "soak", "server_overhead", "rounds"):
         sys.modules.pop(name, None)
 
 
@@ -241,12 +241,20 @@ def test_a_soak_runs_resumes_and_compares(
     assert capsys.readouterr().out.count(f"done {rows[0]['cell']}") == 1
 
 
-def test_overhead_measures_in_turns_and_names_what_did_not_start(fake_sglang: Path) -> None:
+def _overhead(monkeypatch: pytest.MonkeyPatch) -> Any:
     overhead = _module("server_overhead")
+    monkeypatch.setattr(overhead, "ANSWERED_S", 0.0)  # the fake engine has no probe
+    return overhead
+
+
+def test_overhead_measures_in_turns_and_names_what_did_not_start(
+    fake_sglang: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overhead = _overhead(monkeypatch)
     out = fake_sglang / "overhead.json"
     out.write_text(json.dumps({"rows": [{"tool": "off", "w": 64}, {"tool": "off", "w": 8}]}))
     overhead.main(
-        ["--w", "8,16", "--seconds", "60", "--blocks", "4", "--block", "0.02", "--shape", "small",
+        ["--w", "8,16", "--seconds", "240", "--blocks", "4", "--block", "0.02", "--shape", "small",
          "--warm", "0", "--rounds", "2", "--tools", "kv_canary", "--gpus", "0,1",
          "--out", str(out)]
     )  # fmt: skip
@@ -258,24 +266,29 @@ def test_overhead_measures_in_turns_and_names_what_did_not_start(fake_sglang: Pa
         for w, tool in itertools.product((8, 16), ("off", "guard", "control"))
         for c in (1, 8, 32)
     }
-    assert all(row["blocks"] == 4 for row in mine)
+    assert all(row["blocks"] == 8 for row in mine)
     engines = {row["tool"]: row["engines"] for row in mine}
-    assert engines == {"off": 2, "guard": 2, "control": 1}
+    assert engines == {"off": 5, "guard": 5, "control": 2}  # three, then two beside the tool
+    assert {(r["pairs"], len(r["by_generation"])) for r in mine if r["tool"] != "off"} == {(4, 2)}
     assert all(row["tokens_per_s"] > 0 for row in mine)
     assert all(row["accept_length"] == 4 and row["steps_to_off"] == 1 for row in mine)
     assert {row["ratio_to_off"] for row in mine if row["tool"] == "off"} == {1.0}
-    assert list(result["failed"]) == ["w16-kv_canary"]
-    assert "no canary here" in result["failed"]["w16-kv_canary"]
+    assert list(result["failed"]) == ["g2-w16-kv_canary"]
+    assert "no canary here" in result["failed"]["g2-w16-kv_canary"]
     assert "of 6 rows" in result["environment"]["note"]
 
 
+FOUR = ("off", "guard", "control", "twin")
+SIX = (*FOUR, "control2", "twin2")
 OLD = {"tool": "guard", "w": 8, "ratio_to_off": 1.0, "ratio_low": 1.0, "release": "0.5.16"}
-QUICK = ["--seconds", "60", "--blocks", "2", "--block", "0.02", "--shape", "small", "--warm", "0",
-         "--rounds", "1", "--tools", "", "--gpus", "0"]  # fmt: skip
+QUICK = ["--seconds", "240", "--blocks", "2", "--block", "0.02", "--shape", "small", "--warm", "0",
+         "--rounds", "2", "--tools", "", "--gpus", "0", "--generations", "1"]  # fmt: skip
 
 
-def test_rows_of_before_are_no_measurement(fake_sglang: Path) -> None:
-    overhead = _module("server_overhead")
+def test_rows_of_before_are_no_measurement(
+    fake_sglang: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overhead = _overhead(monkeypatch)
     (fake_sglang / "fake/sglang/__init__.py").write_text("raise SystemExit('no GPU')")
     out = fake_sglang / "overhead.json"
     before = {"environment": {"device": "of the rows"}, "rows": [OLD], "failed": {}}
@@ -283,7 +296,113 @@ def test_rows_of_before_are_no_measurement(fake_sglang: Path) -> None:
     assert overhead.main([*QUICK, "--w", "8", "--out", str(out)]) == 1
     failed = json.loads(out.read_text())
     assert (failed["environment"], failed["rows"]) == (before["environment"], [OLD])
-    assert sorted(failed["failed"]) == ["w8-control", "w8-guard", "w8-off", "w8-twin"]
+    assert list(failed["failed"]) == [f"g1-w8-{name}" for name in SIX]
+
+
+def test_a_generation_that_does_not_start_is_said_and_the_others_count(
+    fake_sglang: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overhead = _overhead(monkeypatch)
+    package = fake_sglang / "fake/sglang/__init__.py"
+    first = "if 'generation-1' in os.environ['DDTREE_GUARD_PROBE']: raise SystemExit('no memory')"
+    package.write_text(f"import os\n{first}\n{FAKE}")
+    out = fake_sglang / "overhead.json"
+    overhead.main([*QUICK, "--w", "8", "--generations", "2", "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert {name.partition("-")[0] for name in result["failed"]} == {"g1"}
+    assert "no memory" in result["failed"]["g1-w8-off"]
+    guard = [row for row in result["rows"] if row["tool"] == "guard"]
+    assert [(row["engines"], row["blocks"], row["pairs"]) for row in guard] == [(3, 2, 1)] * 3
+
+
+class Clock:
+    """Time that only what is asked for takes."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("took", "second"), [(218, 510), (18, 410)])
+def test_each_generation_has_an_equal_share_of_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, took: float, second: float
+) -> None:
+    overhead = _module("server_overhead")
+    clock, seen = Clock(), []
+    monkeypatch.setattr(overhead, "time", clock)
+
+    def live(benches: Any, deadline: float, *_: Any) -> None:
+        seen.append(([bench.generation for bench in benches], deadline))
+        clock.now += took
+
+    monkeypatch.setattr(overhead, "live", live)
+    options = overhead._parser().parse_args(["--seconds", "618", "--generations", "3"])
+    overhead.measure(options, {"rows": []}, lambda rows: None)
+    assert seen == [([1, 1], 298), ([2, 2], second), ([3, 3], 710)]
+
+
+def test_a_visit_has_pairs_of_each_tool_and_begins_only_if_a_round_still_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    overhead = _module("server_overhead")
+    clock, begun, played = Clock(), [], []
+    monkeypatch.setattr(overhead, "time", clock)
+
+    def round_(bench: Any, tool: str, case: Any) -> None:
+        clock.now += 10
+        played.append(tool)
+
+    monkeypatch.setattr(overhead.Bench, "settle", lambda *_: begun.append(clock.now))
+    monkeypatch.setattr(overhead.Bench, "round", round_)
+    children = dict.fromkeys((*FOUR, "kv_canary"))
+    bench = overhead.Bench(8, children, {}, [overhead.Case(8)] * 3)
+    options = overhead._parser().parse_args(["--rounds", "2"])
+    overhead.lane([bench], 185.0, options, lambda: None)
+    assert (begun, clock.now) == ([100, 140], 180)
+    assert played == ["guard", "guard", "kv_canary", "kv_canary"] * 2
+
+
+def test_engines_are_ended_when_one_cannot_even_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    overhead = _module("server_overhead")
+    made, stopped = [], []
+
+    class Child:
+        def __init__(self, cell: Any) -> None:
+            if len(made) == 3:
+                raise OSError("no more processes")
+            made.append(self)
+
+        def stop(self, patience: float) -> None:
+            stopped.append(self)
+
+    monkeypatch.setattr(overhead, "Child", Child)
+    result: dict[str, Any] = {"rows": []}
+    options = overhead._parser().parse_args(["--w", "8", "--generations", "1"])
+    assert overhead.measure(options, result, lambda rows: None) == []
+    assert result["failed"] == {"g1": "no more processes"}
+    assert {*stopped} == {*made}
+
+
+def test_what_was_measured_is_on_disk_when_a_later_generation_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overhead = _module("server_overhead")
+    block = {"tokens_per_s": 1.0, "step_s": 1.0, "steps": 5, "tokens": 20, "gaps": [0.001]}
+
+    def live(benches: Any, *_: Any) -> None:
+        if benches[0].generation == 2:
+            raise KeyboardInterrupt
+        benches[0].cases[0].rounds["guard"] = [overhead.Round([block], [block])] * 2
+        benches[0].facts["guard"] = [{"release": "0.5.16"}]
+
+    monkeypatch.setattr(overhead, "live", live)
+    out = tmp_path / "overhead.json"
+    with pytest.raises(KeyboardInterrupt):
+        overhead.main(["--w", "8", "--out", str(out)])
+    found = json.loads(out.read_text())["rows"]
+    assert [(row["tool"], row["blocks"]) for row in found] == [("off", 2), ("guard", 2)]
 
 
 def test_a_width_that_was_not_measured_is_not_met(
@@ -298,7 +417,7 @@ def test_a_width_that_was_not_measured_is_not_met(
 def test_every_engine_is_ended_and_a_probe_that_is_silent_has_counted_nothing(
     fake_sglang: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overhead, serving = _module("server_overhead"), _module("serving")
+    overhead, serving = _overhead(monkeypatch), _module("serving")
     made: list[Any] = []
 
     class Child(serving.Child):  # type: ignore[misc, name-defined]
@@ -313,7 +432,7 @@ def test_every_engine_is_ended_and_a_probe_that_is_silent_has_counted_nothing(
     for child in left:
         child.stop(0.1)
     assert [child.cell.tool for child in left] == []
-    assert len(made) == 4
+    assert [child.cell.tool for child in made] == [*SIX]
     guard = [row for row in json.loads(out.read_text())["rows"] if row["tool"] == "guard"]
     assert {row["findings"] for row in guard} == {None}  # the fake engine has no guard
 
@@ -327,112 +446,93 @@ def test_a_tool_that_does_not_exist_is_said(capsys: pytest.CaptureFixture[str]) 
 def test_each_width_has_a_gpu_and_processors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     overhead = _module("server_overhead")
     options = overhead._parser().parse_args(["--w", "64,8", "--gpus", "0,1"])
-    cells = overhead.cells(options)
+    cells = overhead.cells(options, 2)
     assert [(c.tool, c.w, c.gpu) for c in cells] == [
         ("off", 64, "0"), ("off", 8, "1"), ("guard", 64, "0"), ("guard", 8, "1"),
         ("control", 64, "0"), ("control", 8, "1"), ("twin", 64, "0"), ("twin", 8, "1"),
         ("kv_canary", 8, "1"), ("async_assert", 8, "1"),
     ]  # fmt: skip
-    one = overhead._parser().parse_args(["--w", "64,8", "--tools", "", "--gpus", "0"])
-    assert [c.tool for c in overhead.cells(one)] == ["off", "off", "guard", "guard"]  # that fit
     by_gpu = {gpu: {c.cpus for c in cells if c.gpu == gpu} for gpu in "01"}
     assert [len(held) for held in by_gpu.values()] == [1, 1]  # off and guard share theirs
     assert not set(*by_gpu["0"]) & set(*by_gpu["1"])
     assert overhead._spelled("0-2,8") == [0, 1, 2, 8]
 
 
-def test_rounds_take_turns_and_pairs_cancel_who_goes_first() -> None:
+@pytest.mark.parametrize(("words", "first", "last"), [
+    ("--w 64,8 --gpus 0,1", SIX, (*FOUR, "kv_canary", "async_assert")),
+    ("--w 8 --tools async_assert", SIX, (*FOUR, "async_assert")),
+    ("--w 8 --tools=", SIX, SIX),
+    ("--w 64,8 --tools kv_canary", FOUR[:2], (*FOUR[:2], "kv_canary")),  # that fit on one GPU
+])  # fmt: skip
+def test_tools_of_sglang_run_in_the_last_generation_instead_of_third_engines(
+    words: str, first: tuple[str, ...], last: tuple[str, ...]
+) -> None:
     overhead = _module("server_overhead")
-    asked: list[str] = []
-
-    class Engine:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def ask(self, wait_s: float, **command: Any) -> dict[str, Any]:
-            asked.append(self.name)
-            speed = 100.0 if len(asked) % 2 else 110.0  # whoever goes second is faster
-            made = {"steps": 5, "tokens": 20, "gaps": [0.001], "step_s": 1 / speed}
-            return {"tokens_per_s": speed, **made}
-
-    case = overhead.Case(8, 32)
-    bench = overhead.Bench(8, {"off": Engine("off"), "guard": Engine("guard")}, {}, [case])
-    for _ in range(6):
-        bench.round("guard", case)
-    assert asked[:4] == ["off", "guard", "guard", "off"]
-    row = next(row for row in bench.rows() if row["tool"] == "guard")
-    assert row["ratios"][:2] == [1.1, 0.9091]
-    assert (row["ratio_to_off"], row["ratio_low"], row["ratio_high"]) == (1.0, 1.0, 1.0)
-    assert (row["blocks"], row["pairs"], row["p99_ms"]) == (6, 3, 1.0)
-    assert (row["step_to_off"], row["step_low"], row["step_high"]) == (1.0, 1.0, 1.0)
+    options = overhead._parser().parse_args([*words.split(), "--generations", "3"])
+    made = [overhead.tools_of(generation, options) for generation in (1, 2, 3)]
+    assert made == [first, first, last]
 
 
-def test_two_engines_of_each_side_share_a_round_and_the_control_is_the_second() -> None:
-    overhead = _module("server_overhead")
-    asked: list[str] = []
-    speeds = {"off": 100.0, "control": 121.0, "guard": 90.0, "twin": 160.0}
-
-    class Engine:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def ask(self, wait_s: float, **command: Any) -> dict[str, Any]:
-            asked.append(self.name)
-            made = {"steps": 5, "tokens": 20, "gaps": [0.001], "step_s": 1 / speeds[self.name]}
-            return {"tokens_per_s": speeds[self.name], **made}
-
-    case = overhead.Case(8, 32)
-    bench = overhead.Bench(8, {name: Engine(name) for name in speeds}, {}, [case])
-    for _ in range(4):
-        bench.round("guard", case)
-    assert asked[:8] == ["off", "guard", "twin", "control", "twin", "control", "off", "guard"]
-    assert asked[8:] == ["control", "twin", "guard", "off", "guard", "off", "control", "twin"]
-    rows = {row["tool"]: row for row in bench.rows()}
-    assert list(rows) == ["off", "control", "guard"]
-    assert rows["guard"]["ratio_to_off"] == pytest.approx(120 / 110, abs=1e-4)
-    assert rows["guard"]["step_to_off"] == pytest.approx(120 / 110, abs=1e-4)
-    assert rows["control"]["ratio_to_off"] == 1.21
-    assert [rows[name]["engines"] for name in rows] == [2, 1, 2]
-    assert {row["steps_to_off"] for row in rows.values()} == {1.0}
+def test_no_two_engines_share_a_log_and_a_whole_side_is_guarded() -> None:
+    overhead, serving = _module("server_overhead"), _module("serving")
+    options = overhead._parser().parse_args(["--w", "64,8", "--gpus", "0,1"])
+    cells = [*overhead.cells(options, 1), *overhead.cells(options, 2)]
+    assert len({cell.path("log.txt") for cell in cells}) == len(cells) == 22
+    modes = {c.tool: serving.environment(c)["SGLANG_DDTREE_GUARD"] for c in cells}
+    assert {tool for tool, mode in modes.items() if mode == "log"} == {"guard", "twin", "twin2"}
 
 
-def test_drift_inside_a_round_is_in_no_ratio() -> None:
-    overhead = _module("server_overhead")
-    asked: list[str] = []
+class Probe:
+    """An engine whose probe answers `found`; its log is in a folder."""
 
-    class Engine:
-        def ask(self, wait_s: float, **command: Any) -> dict[str, Any]:
-            asked.append("")
-            speed = 100.0 * 1.01 ** len(asked)  # the GPU cools down
-            made = {"steps": 5, "tokens": 20, "gaps": [0.001], "step_s": 1 / speed}
-            return {"tokens_per_s": speed, **made}
+    def __init__(self, folder: Path, found: dict[str, Any]) -> None:
+        self.folder, self.found, self.cell = folder, found, self
+        folder.mkdir(parents=True)
+        (folder / "log.txt").write_text("a violation\n" if found else "")
 
-    case = overhead.Case(8, 32)
-    children = {name: Engine() for name in ("off", "guard", "control", "twin")}
-    bench = overhead.Bench(8, children, {}, [case])
-    for _ in range(8):
-        bench.round("guard", case)
-    rows = {row["tool"]: row for row in bench.rows()}
-    assert rows["guard"]["ratio_to_off"] == pytest.approx(1.0)
-    assert rows["control"]["ratio_to_off"] == pytest.approx(1.0, abs=1e-3)
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def ask_probe(self) -> None:
+        pass
+
+    def probe(self) -> dict[str, Any]:
+        return self.found
+
+
+def test_counts_are_sums_over_generations_and_engines_and_memory_is_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overhead = _overhead(monkeypatch)
+    bench = overhead.Bench(8, {}, {}, [])
+    for generation, names in enumerate((SIX, FOUR), 1):
+        bench.begin(generation)
+        for at, name in enumerate(names):
+            found = {"verify_steps": 10**at * generation, "findings": 0, "gpu_bytes": generation,
+                     "recorder": {"dumps": 1}}  # fmt: skip
+            folder = tmp_path / str(generation) / name
+            bench.children[name] = Probe(folder, found if name in SIX[1::2] else {})
+            bench.facts.setdefault(name, []).append({"start_s": 30.0 * generation})
+        if generation == 2:  # started, not asked yet
+            assert bench.known("guard")["verify_steps"] is None
+        overhead.count([bench])
+    known = bench.known("guard")
+    assert (known["verify_steps"], known["dumps"], known["findings"]) == (103_030, 5, 0)
+    assert known["violations_logged"] == 5
+    assert (known["gpu_bytes"], known["start_s"]) == (1, 30.0)
+    assert known["steps_checked"] is None  # no probe has said
+    assert bench.known("off")["verify_steps"] is None
+    assert bench.known("kv_canary")["findings"] is None  # it never ran
 
 
 def test_a_fault_in_one_lane_is_kept_and_ends_that_lane_only() -> None:
     overhead = _module("server_overhead")
-    result: dict[str, Any] = {"failed": {}}
+    failed: dict[str, str] = {}
     bench = overhead.Bench(64, {}, {}, [overhead.Case(8)] * 3)
+    bench.begin(2)
     options = overhead._parser().parse_args([])
-    overhead._guarded(result, [bench], 1e12, options, None)
-    assert "off" in result["failed"]["w64"]
-
-
-def test_statistics() -> None:
-    overhead = _module("server_overhead")
-    low, high = overhead.interval([0.99, 1.0, 1.01, 0.995, 1.002] * 4)
-    assert 0.99 <= low <= 1.0 <= high <= 1.01
-    assert overhead.paired([1.1, 1 / 1.1, 1.2]) == [pytest.approx(1.0)]  # a round without its other
-    assert overhead.percentile([float(v) for v in range(1, 101)], 0.99) == 99.0
-    assert overhead.percentile([], 0.99) is None
+    overhead._guarded(failed, [bench], 1e12, options, None)
+    assert "off" in failed["g2-w64"]
 
 
 class Streams:
