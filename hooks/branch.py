@@ -27,6 +27,7 @@ class Branch:
         self._side: Any = torch.cuda.Stream(device) if self._cuda else None
         self._sure = False  # the pass before this one came to its end, with a graph in one piece
         self._open = False
+        self.joined = 0  # captured passes whose check runs beside them
         self._hooks: Any = None  # the runner's own, while `_lent` takes their place
         self._lent: Any = None
 
@@ -59,7 +60,7 @@ class Branch:
     def join(self) -> None:
         """The current stream goes on when the branch has ended."""
         if self._open:
-            self._open = False
+            self._open, self.joined = False, self.joined + 1
             torch.cuda.current_stream().wait_stream(self._side)
 
     def _at_tail(self, runner: Any) -> None:

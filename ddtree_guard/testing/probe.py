@@ -274,6 +274,12 @@ def _nothing(*args: Any) -> None:
     """A site that is muted."""
 
 
+def beside(guard: Any) -> int:
+    """Captured graphs in which the check runs beside the forward pass."""
+    graphs = getattr(guard.checker, "graphs", None)
+    return 0 if graphs is None else int(graphs.branch.joined)
+
+
 def counters(guard: Any) -> dict[str, Any]:
     """The guard's counters and state, as JSON values."""
     coverage = guard.coverage
@@ -285,6 +291,7 @@ def counters(guard: Any) -> dict[str, Any]:
         "skipped": dict(coverage.skipped),
         "faults": dict(guard.fuses.faults),
         "checker": guard.checker.kind,
+        "beside": beside(guard),
         "hooks": {name: state.ok for (name, _), state in guard.hooks.items()},
         "shadow": {
             "compared": guard.shadow.compared,

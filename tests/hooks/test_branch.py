@@ -90,6 +90,7 @@ def test_the_check_runs_beside_a_captured_pass_and_is_joined_at_its_end(
         assert capture.run(True) == BESIDE
         assert capture.runner.capture_tail_hooks is own
         assert len(own) == 1
+    assert capture.branch.joined == 3
 
 
 def test_a_capture_in_pieces_has_it_in_line(start: Callable[..., Capture]) -> None:
