@@ -4,12 +4,13 @@ In line, at the head of the graph, it does: nothing else runs there, and after a
 model's weights neither its code nor what it reads lies in a cache, so that two microseconds become
 more than ten. A branch has to be joined before the capture ends, or the capture fails. SGLang calls
 `capture_tail_hooks` of the model runner there, and a warm-up pass, of which it makes two, shows
-whether it does: without that the check stays in line.
+whether it does: without that the check stays in line. So it does where the pass itself writes what
+the check reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,29 +26,34 @@ class Branch:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._side: Any = torch.cuda.Stream(device) if self._cuda else None
-        self._sure = False  # the pass before this one came to its end, with a graph in one piece
+        # whose warm-up pass, just before this one, came to its end, with a graph in one piece, and
+        # left what the check reads as it was
+        self._sure: Any = None
         self._open = False
         self.joined = 0  # captured passes whose check runs beside them
-        self._hooks: Any = None  # the runner's own, while `_lent` takes their place
-        self._lent: Any = None
+        self.rewritten = False  # the newest warm-up pass has changed what the check reads
+        self._give_back: Callable[[], None] | None = None  # while a runner's hooks are lent
 
     @contextmanager
-    def beside(self, runner: Any) -> Iterator[None]:
+    def beside(self, runner: Any, read: Iterable[Any] = ()) -> Iterator[None]:
         """What is queued within runs beside the rest of the pass that `runner` captures. In line
-        where that is not sure, or nothing is captured.
+        where that is not sure, or nothing is captured. `read`: small tensors that it reads; models
+        that write them in place exist, as Gemma 3 does its positions.
         """
-        sure, self._sure, self._open = self._sure, False, False
+        sure, self._sure = self._sure is runner, None
         if not self._cuda or not isinstance(getattr(runner, TAIL, None), list):
             yield
         elif not torch.cuda.is_current_stream_capturing():
-            self._at_tail(runner)
+            self._open = False
+            self._at_tail(runner, read)
             yield
-        elif not sure:
-            yield
-        else:
-            self._at_tail(runner)
+        elif self._forked() or sure:  # forked: by another backend, in this very pass
+            if not self._open:
+                self._at_tail(runner)
             with self.fork():
                 yield
+        else:
+            yield
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -59,20 +65,41 @@ class Branch:
 
     def join(self) -> None:
         """The current stream goes on when the branch has ended."""
-        if self._open:
-            self._open, self.joined = False, self.joined + 1
+        if self._forked():
+            self.joined += 1
             torch.cuda.current_stream().wait_stream(self._side)
+        self._open = False
 
-    def _at_tail(self, runner: Any) -> None:
-        """Be called at the end of this pass, once, behind the runner's own hooks."""
-        if getattr(runner, TAIL) is not self._lent:  # else the pass before did not come to its end
-            self._hooks = getattr(runner, TAIL)
+    def _forked(self) -> bool:
+        """Whether there is a branch to be joined: that of a capture that died is none."""
+        if self._open:
+            with torch.cuda.stream(self._side):
+                self._open = torch.cuda.is_current_stream_capturing()
+        return self._open
+
+    def _at_tail(self, runner: Any, read: Iterable[Any] | None = None) -> None:
+        """Be called at the end of this pass, once, before the runner's own hooks: they may write
+        what the check reads.
+        """
+        if self._give_back is not None:
+            self._give_back()  # the pass before did not come to its end
+        own, known = getattr(runner, TAIL), [(part, part.clone()) for part in read or ()]
 
         def ended(graphs: Any, *rest: Any) -> None:
-            setattr(runner, TAIL, self._hooks)
-            self._lent = self._hooks = None
+            give_back()
             self.join()
-            self._sure = type(getattr(graphs, "backend", None)).__name__ == WHOLE
+            if read is not None:
+                self.rewritten = not all(torch.equal(*pair) for pair in known)
+                whole = type(getattr(graphs, "backend", None)).__name__ == WHOLE
+                self._sure = runner if whole and not self.rewritten else None
 
-        self._lent = [*self._hooks, ended]
-        setattr(runner, TAIL, self._lent)
+        def give_back() -> None:
+            self._give_back = None
+            if getattr(runner, TAIL, None) is lent:
+                own.extend(lent[count:])  # what others have added since
+                setattr(runner, TAIL, own)
+
+        lent = [ended, *own]
+        count = len(lent)
+        self._give_back = give_back
+        setattr(runner, TAIL, lent)

@@ -17,10 +17,12 @@ class Stream:
     """Notes what waits for what."""
 
     def __init__(self, name: str, queued: list[str]) -> None:
-        self.name, self.queued = name, queued
+        self.name, self.queued, self.capturing = name, queued, False
 
     def wait_stream(self, other: Stream) -> None:
+        assert other.capturing or not self.capturing  # else it would leave the capture
         self.queued.append(f"{self.name} waits for {other.name}")
+        self.capturing = other.capturing
 
 
 class FullCudaGraphBackend:
@@ -36,13 +38,14 @@ class Capture:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
         self.queued: list[str] = []
-        self.capturing = False
         self.main, self.side = Stream("main", self.queued), Stream("side", self.queued)
         self.current = self.main
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.side)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self._on)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda: self.current.capturing
+        )
         self.graphs = SimpleNamespace(backend=backend)
         self.runner = SimpleNamespace(capture_tail_hooks=[self._own])
         self.branch = Branch(torch.device("cuda"))
@@ -56,16 +59,36 @@ class Capture:
     def _own(self, graphs: Any, *rest: Any) -> None:
         self.queued.append(f"own hook on {self.current.name}")
 
-    def run(self, capturing: bool, forward: Callable[[], None] = lambda: None) -> list[str]:
-        """One pass; what it queued."""
+    def begin(self, capturing: bool) -> None:
+        """Whatever was captured before has come to its end."""
         self.queued.clear()
-        self.capturing = capturing
-        with self.branch.beside(self.runner):
+        self.main.capturing, self.side.capturing = capturing, False
+
+    def check(self, read: Any = (), branch: Branch | None = None) -> None:
+        with (branch or self.branch).beside(self.runner, read):
             self.queued.append(f"check on {self.current.name}")
-        forward()
+
+    def end(self) -> list[str]:
+        """The tail of a pass; all that the pass queued."""
         for hook in self.runner.capture_tail_hooks:
             hook(self.graphs, None, None, 8)
+        assert not (self.main.capturing and self.side.capturing and self.unjoined)
         return list(self.queued)
+
+    @property
+    def unjoined(self) -> bool:
+        """Whether CUDA would refuse to end the capture."""
+        last = [text for text in self.queued if "side" in text]
+        return bool(last) and last[-1] != "main waits for side"
+
+    def run(
+        self, capturing: bool, forward: Callable[[], None] = lambda: None, read: Any = ()
+    ) -> list[str]:
+        """One pass; what it queued."""
+        self.begin(capturing)
+        self.check(read)
+        forward()
+        return self.end()
 
 
 @pytest.fixture
@@ -75,7 +98,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Capture]:
 
 IN_LINE = ["check on main", "own hook on main"]
 BESIDE = [
-    "side waits for main", "check on side", "own hook on main", "main waits for side",
+    "side waits for main", "check on side", "main waits for side", "own hook on main",
 ]  # fmt: skip
 
 
@@ -124,10 +147,8 @@ def test_a_release_without_the_hooks_has_it_in_line(
         del capture.runner.capture_tail_hooks
     else:
         capture.runner.capture_tail_hooks = hooks
-    capture.queued.clear()
-    capture.capturing = True
-    with capture.branch.beside(capture.runner):
-        capture.queued.append(f"check on {capture.current.name}")
+    capture.begin(True)
+    capture.check()
     assert capture.queued == ["check on main"]
 
 
@@ -155,8 +176,100 @@ def test_hooks_of_others_that_come_and_go_are_kept(start: Callable[..., Capture]
     capture.run(False)
     new = [*capture.runner.capture_tail_hooks, capture._own]
     capture.runner.capture_tail_hooks = new
-    assert capture.run(True) == [*BESIDE[:3], BESIDE[2], BESIDE[3]]
+    assert capture.run(True) == [*BESIDE, BESIDE[3]]
     assert capture.runner.capture_tail_hooks is new
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_hooks_that_are_added_during_a_pass_stay(start: Callable[..., Capture], ends: bool) -> None:
+    """A worker appends its own to the list that the runner has just then."""
+    capture = start()
+    own = capture.runner.capture_tail_hooks
+
+    def adds() -> None:
+        capture.runner.capture_tail_hooks.append(capture._own)
+        if not ends:
+            raise torch.OutOfMemoryError("no memory left")
+
+    if ends:
+        assert capture.run(False, adds) == [*IN_LINE, IN_LINE[1]]
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            capture.run(False, adds)
+    assert capture.run(False) == [*IN_LINE, IN_LINE[1]]
+    assert capture.run(True) == [*BESIDE, BESIDE[3]]
+    assert capture.runner.capture_tail_hooks is own
+    assert len(own) == 2
+
+
+def test_two_checks_in_a_pass_are_on_one_branch(start: Callable[..., Capture]) -> None:
+    """Two backends of one pass, or a class and its base: both hooked."""
+    capture = start()
+    for capturing in (False, False, True):
+        capture.begin(capturing)
+        capture.check()
+        capture.check()
+        queued = capture.end()
+    assert queued == [*BESIDE[:2], *BESIDE[:2], *BESIDE[2:]]
+    assert capture.branch.joined == 1
+
+
+def test_the_branch_of_a_capture_that_died_is_not_joined_to_another_one(
+    start: Callable[..., Capture],
+) -> None:
+    capture = start()
+    own = capture.runner.capture_tail_hooks
+    capture.run(False)
+    capture.begin(True)
+    capture.check()
+    capture.begin(True)  # a graph without a check: of another mode
+    assert capture.end() == ["own hook on main"]
+    assert capture.runner.capture_tail_hooks is own
+    assert capture.run(True) == IN_LINE
+    assert capture.branch.joined == 0
+
+
+def test_what_one_runner_has_shown_is_not_known_of_another(
+    start: Callable[..., Capture],
+) -> None:
+    capture = start()
+    capture.run(False)
+    capture.runner = SimpleNamespace(capture_tail_hooks=[capture._own])
+    assert capture.run(True) == IN_LINE
+
+
+def test_two_guards_leave_the_hooks_as_they_were(start: Callable[..., Capture]) -> None:
+    capture = start()
+    own, other = capture.runner.capture_tail_hooks, Branch(torch.device("cuda"))
+    for capturing in (False, False, True, False, True):
+        capture.begin(capturing)
+        capture.check()
+        capture.check(branch=other)
+        queued = capture.end()
+        assert capture.runner.capture_tail_hooks is own
+        assert len(own) == 1
+    assert queued[-1] == "own hook on main"
+    assert capture.branch.joined == other.joined == 2
+
+
+@pytest.mark.parametrize("where", ["pass", "hook"])
+def test_what_writes_the_check_s_inputs_does_not_run_beside_it(
+    start: Callable[..., Capture], where: str
+) -> None:
+    """Gemma 3 adds 1 to the positions that it is given. A runner's own hooks come after."""
+    capture = start()
+    positions, lens = torch.arange(6), torch.tensor([4, 5])
+
+    def writes(*graph: Any) -> None:
+        positions.add_(1)
+
+    if where == "hook":
+        capture.runner.capture_tail_hooks.append(writes)
+    for _ in range(2):
+        capture.run(False, writes if where == "pass" else lambda: None, (lens, positions))
+    expected = IN_LINE if where == "pass" else BESIDE
+    assert capture.run(True, read=(lens, positions)) == expected
+    assert capture.branch.rewritten is (where == "pass")
 
 
 def test_on_a_cpu_nothing_is_asked() -> None:
