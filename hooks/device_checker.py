@@ -87,10 +87,10 @@ class DeviceChecker:
 
     def capture(self, view: View) -> None:
         """Record the check. Nothing is bound, allocated or read here."""
-        checks = self._checks(view)
-        with checks.branch.beside(view.runner):
+        checks, launch = self._checks(view), self._launches[_key(view)]
+        with checks.branch.beside(view.runner, launch.rows_read):
             checks.in_graph(_key(view))
-        self._launches[_key(view)].recorded = True
+        launch.recorded, launch.rewritten = True, checks.branch.rewritten
         self._changed()
 
     def _changed(self) -> None:
@@ -124,6 +124,7 @@ class DeviceChecker:
         if launch.recorded and lanes_of(view.batch) != launch.shape.lanes:
             self.ready_made.clear()
             record.why = "its batch size is not that of its graph"
+        record.reused |= launch.rewritten  # its replay is queued already
         asked = record.doubt or record.step_id % SAMPLE[self.depth] == 0
         if asked and record.step is None and not record.reused:
             self._read(record, view)

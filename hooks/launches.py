@@ -47,7 +47,8 @@ _BUILT = operator.attrgetter("qo_indptr", "kv_indptr", "mask_indptr", "custom_ma
 class Launch:
     """The bound launches of one captured batch size, or of one kind of eager step. `kind` is the
     runtime state and the path; `recorded`: the graph holds the check, else it is launched before
-    the replay; `pack` is what it packs for the recorder, see hooks/tape.py.
+    the replay; `rewritten`: the graph changes what the check reads; `pack` is what it packs for the
+    recorder, see hooks/tape.py.
 
     No graph holds the slot table: `before` is launched from here, eagerly, with the `table` that
     `runner` had when it was bound. `rebind` makes it anew for another one. `owner` is a reference
@@ -65,6 +66,7 @@ class Launch:
     table: Any
     rebind: Callable[[Any], Before]
     recorded: bool = False
+    rewritten: bool = False
     owner: Any = None
     live: int = 0
     spec: Any = None
@@ -78,6 +80,14 @@ class Launch:
     def rules(self) -> tuple[str, ...]:
         """What the launches before the walk decide."""
         return (*self.verify.rules, *self.before.rules)
+
+    @property
+    def rows_read(self) -> list[Any]:
+        """What the check reads of lanes and rows; not what grows with the context."""
+        held = self.buffers
+        offsets = [held.qo_indptr, held.kv_indptr, held.mask_indptr]
+        rows = [held.lens, held.tokens, held.positions, held.out_cache_loc]
+        return [part for part in offsets + rows if part is not None]
 
     def begin(self, spec: Any, bs: int) -> None:
         """Queue what comes before the check: how many requests are live, their trees, and their

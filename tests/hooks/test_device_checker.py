@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ddtree_guard.config import Depth
-from ddtree_guard.hooks import arm, launches
+from ddtree_guard.hooks import arm, device_checker, launches
 from ddtree_guard.hooks.links import with_parents
 from ddtree_guard.step import Tree
 from ddtree_guard.testing.cases import SMALL, VerifyCase, grow_trees, small_case
@@ -343,6 +343,33 @@ def test_a_replay_of_another_kind_is_no_verify_step(start: Callable[..., Any]) -
     assert not guard.fuses.faults
     assert guard.coverage.steps_checked == 3
     assert guard.coverage.findings == 0
+
+
+def test_inputs_that_the_pass_itself_changes_are_not_read_after_it(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 3 adds 1 to its positions in place: a sample of a queued replay would find P1."""
+    monkeypatch.setattr(device_checker, "SAMPLE", {Depth.FAST: 5})
+    server, guard = start(small_case("NGRAM", True))
+    _require_check_in_graph(guard)
+    guard.checker.graphs.branch.rewritten = True  # as a warm-up pass shows
+    server.capture()
+    key = next(iter(guard.checker._launches))
+
+    def replayed() -> None:
+        guard.checker.graphs.in_graph(key)
+        server.static.positions += 1
+
+    server.replayed = replayed
+    for _ in range(6):
+        server.step()
+    assert lines() == []
+    _plant_next(guard, monkeypatch, "K1")
+    server.step()
+    assert {line["rule"] for line in lines()} == {"K1", "K3"}
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (7, 7)
 
 
 def test_what_an_idle_rank_replays_is_not_the_next_step_s(
