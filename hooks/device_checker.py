@@ -20,7 +20,7 @@ from ddtree_guard.hooks.checker import HostChecker
 from ddtree_guard.hooks.device import GraphChecks
 from ddtree_guard.hooks.launches import Binder, Launch
 from ddtree_guard.hooks.record import Record
-from ddtree_guard.hooks.view import View, lanes_of
+from ddtree_guard.hooks.view import View, lanes_of, ragged
 from ddtree_guard.rule import Finding, Rule, Site
 
 ALERT = 8  # steps read to the host after a hit, so that a fault that stays gets its numbers
@@ -122,8 +122,10 @@ class DeviceChecker:
         if launch is None:
             return
         if launch.recorded and lanes_of(view.batch) != launch.shape.lanes:
-            self.ready_made.clear()
-            record.why = "its batch size is not that of its graph"
+            self._mistold(record, "its batch size is not that of its graph")
+        if launch.recorded and ragged(view.batch):
+            self._mistold(record, "a ragged batch has no single width")
+            return
         record.reused |= launch.rewritten  # its replay is queued already
         asked = record.doubt or record.step_id % SAMPLE[self.depth] == 0
         if asked and record.step is None and not record.reused:
@@ -133,6 +135,14 @@ class DeviceChecker:
             record.findings = list(self.guard.check(record.step, (Site.REPLAY,)).findings)
         if self.tape is not None:
             self.tape.step(launch, record, view)
+
+    def _mistold(self, record: Record, why: str) -> None:
+        """Another graph runs than the one that was told: what the device finds is of no step."""
+        self.ready_made.clear()
+        if isinstance(record.ticket, Launch):
+            self._close(None)
+            record.ticket = (self._closed, record.ticket)
+        record.ticket, record.why = (record.ticket[0], None), why
 
     def _read(self, record: Record, view: View) -> None:
         self.host.build(record, view)
@@ -201,7 +211,8 @@ class DeviceChecker:
         self._runs, record.mark = (since, verdict.launches), verdict.step
         if self.tape is not None and since == self._since:
             self.tape.settled(record)
-        return self._words(record, verdict, launch) if verdict.bits else record.findings
+        told = launch is not None and verdict.bits
+        return self._words(record, verdict, launch) if told else record.findings
 
     def _poll(self) -> None:
         """Keep the verdicts that have arrived, but for those of warm-up batches."""

@@ -372,6 +372,70 @@ def test_inputs_that_the_pass_itself_changes_are_not_read_after_it(
     assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (7, 7)
 
 
+@pytest.mark.parametrize(("algorithm", "at"), [("NGRAM", 0), ("DDTREE", 1), ("DFLASH", 1)])
+def test_a_batch_size_that_is_not_the_graph_s_costs_that_step_alone(
+    start: Callable[..., Any],
+    lines: Callable[[], list[dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+    at: int,
+) -> None:
+    """A fork's replay view may give another one: the graph that runs was told nothing."""
+    server, guard = start(small_case(algorithm, True))
+    _require_check_in_graph(guard)
+    held = {}
+    for lanes in (6, 4):
+        server.case = dataclasses.replace(server.case, padded_bs=lanes)
+        server.capture()
+        held[lanes] = server.static
+        monkeypatch.setattr(server.backend, "init_cuda_graph_state", lambda *sizes: None)
+    built = guard.built
+
+    def step(lanes: int, said: int) -> None:
+        def told(backend: Any, batch: Any, path: str) -> None:
+            batch = copy.copy(batch)
+            batch.batch_size = said
+            built(backend, batch, path)
+
+        guard.built = told
+        server.case = dataclasses.replace(server.case, padded_bs=lanes)
+        server.static = server.runner.graph_runner.buffers = held[lanes]
+        key = id(server.backend), lanes
+        server.replayed = functools.partial(guard.checker.graphs.in_graph, key)
+        server.step()
+
+    for _ in range(3):
+        step(6, 6)
+        step(4, 4)
+    assert len(guard.checker.ready_made) == 2
+    step((6, 4)[at], (4, 6)[at])
+    for _ in range(2):
+        step(6, 6)
+        step(4, 4)
+    assert lines() == []
+    assert not guard.fuses.faults
+    assert guard.coverage.skipped == {"its batch size is not that of its graph": 1}
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (11, 10)
+
+
+def test_a_layout_that_a_class_does_not_declare_is_no_width(
+    start: Callable[..., Any], lines: Callable[[], list[dict[str, str]]]
+) -> None:
+    server, guard = start(small_case("NGRAM", True))
+    _require_check_in_graph(guard)
+    for _ in range(3):
+        server.step()
+    for launch in guard.checker.ready_made.values():
+        launch.may_be_ragged = False  # none that was seen had one
+    server.redress = lambda spec: setattr(spec, "ragged_verify_layout", object())
+    server.step()
+    server.redress = lambda spec: None
+    server.step()
+    assert lines() == []
+    assert guard.coverage.skipped == {"a ragged batch has no single width": 1}
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (5, 4)
+
+
 def test_what_an_idle_rank_replays_is_not_the_next_step_s(
     start: Callable[..., Any],
 ) -> None:
