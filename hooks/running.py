@@ -39,10 +39,11 @@ class Running:
         if begun is None or self.known is not None:
             return False
         launch = checker.ready_made.get((id(backend), getattr(batch, "batch_size", None)))
+        if launch is None:
+            return False
         spec = batch.spec_info
         if (
-            launch is None
-            or spec.__class__ is not launch.spec
+            spec.__class__ is not launch.spec
             or batch.forward_mode is not launch.mode
             or (launch.may_be_ragged and ragged(batch))
         ):

@@ -8,6 +8,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -370,6 +371,30 @@ def test_inputs_that_the_pass_itself_changes_are_not_read_after_it(
     server.step()
     assert {line["rule"] for line in lines()} == {"K1", "K3"}
     assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (7, 7)
+
+
+def test_a_drafter_s_view_that_has_no_spec_info_is_left_alone(start: Callable[..., Any]) -> None:
+    """Multi-layer EAGLE plans its draft forwards with such views, on a backend of the same class,
+    before and after the target's replay.
+    """
+    server, guard = start(small_case("NGRAM", True))
+    _require_check_in_graph(guard)
+    modes = sglang("model_executor.forward_batch_info").ForwardMode
+    drafter, built = copy.copy(server.backend), guard.built
+
+    def other(backend: Any, batch: Any, path: str) -> None:
+        bare = {"batch_size": 4, "req_pool_indices": batch.req_pool_indices}
+        view = SimpleNamespace(forward_mode=modes["DRAFT_EXTEND_V2"], **bare)
+        built(drafter, view, path)
+        built(backend, batch, path)
+        built(drafter, view, path)
+
+    guard.built = other
+    for _ in range(5):
+        server.step()
+    assert not guard.fuses.faults
+    assert guard.coverage.findings == 0
+    assert (guard.coverage.verify_steps, guard.coverage.steps_checked) == (5, 5)
 
 
 @pytest.mark.parametrize(("algorithm", "at"), [("NGRAM", 0), ("DDTREE", 1), ("DFLASH", 1)])
