@@ -1,6 +1,6 @@
 """Host time that the guard adds to a verify step of a captured graph, site by site. Needs no GPU.
 
-    TRITON_INTERPRET=1 python benchmarks/host_cost.py [--steps 2000] [--label after] [--profile]
+    TRITON_INTERPRET=1 python benchmarks/host_cost.py [--steps 2000] [--label after] [--cold]
 
 The hooks, the device checker and the recorder are those of a server, armed as in one on SGLang's
 real Triton backend; the objects of a step are SGLang's. What SGLang does itself is left out (its
@@ -9,8 +9,10 @@ what a CUDA driver does: kernels are launched into nothing, events have always h
 resolved when the next one is queued, as the overlapping scheduler does. `us` is the median of each
 site in the tenth of the run that was disturbed least; `dispatches` counts calls of torch's
 dispatcher, each of which costs some microseconds more where it launches something on a GPU;
-`launches` are those of our own kernels. With --profile, the functions in which the time goes are
-printed.
+`launches` are those of our own kernels. With --cold, other Python
+code and other memory are used before each site, as a scheduler does between them: the caches of the
+processor hold little of ours then, and a site takes several times as long. With --profile, the
+functions in which the time goes are printed.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import json
 import os
 import platform
 import pstats
+import random
 import statistics
 import sys
 import tempfile
@@ -64,11 +67,30 @@ def _free(function: Any) -> tuple[str, ...]:
     return () if code is None else code.co_freevars
 
 
-class Bench:
-    """One size: a guarded server whose steps are queued from here."""
+class Others:
+    """What a scheduler does between our sites: many objects, and more memory than a cache holds."""
 
-    def __init__(self, bs: int, w: int, folder: Path, launches: Launches) -> None:
-        self.launches = launches
+    def __init__(self, objects: int = 60_000, at_once: int = 3000, mebibytes: int = 3) -> None:
+        rng = random.Random(0)
+        self.held = [{"at": n, "row": [n], "name": str(n)} for n in range(objects)]
+        rng.shuffle(self.held)
+        self.at, self.at_once = 0, at_once
+        self.block = torch.zeros(mebibytes << 17, dtype=torch.int64)
+
+    def __call__(self) -> int:
+        self.at = (self.at + self.at_once) % (len(self.held) - self.at_once)
+        self.block += 1
+        part: Any = self.held[self.at : self.at + self.at_once]
+        return sum(one["at"] + len(one["row"]) + len(one["name"]) for one in part)
+
+
+class Bench:
+    """One size: a guarded server whose steps are queued from here. `others` runs before a site."""
+
+    def __init__(
+        self, bs: int, w: int, folder: Path, launches: Launches, others: Callable[[], Any]
+    ) -> None:
+        self.launches, self.others = launches, others
         lens = tuple(200 + 37 * i % 101 for i in range(bs))
         case = VerifyCase(
             lens=lens, algorithm="NGRAM", budget=w - 1, draft_tokens=w, padded_bs=bs, head_dim=16,
@@ -127,6 +149,7 @@ class Bench:
 
     def timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         """Run a site's call and keep its microseconds."""
+        self.others()
         begun = time.perf_counter_ns()
         result = call(*args)
         self.times[name].append((time.perf_counter_ns() - begun) / 1000)
@@ -208,14 +231,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--label", default="after")
+    parser.add_argument("--cold", action="store_true", help="other work before each site")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/host_cost.json")
     options = parser.parse_args(argv)
     DeviceChecker.self_test = lambda self: ""  # type: ignore[method-assign]
-    rows = []
+    rows, others = [], Others() if options.cold else lambda: None
     for bs, w in SIZES:
         with tempfile.TemporaryDirectory() as folder, launching_nothing() as launches:
-            bench = Bench(bs, w, Path(folder), launches)
+            bench = Bench(bs, w, Path(folder), launches, others)
             bench.run(WARM)
             if options.profile:
                 profile = cProfile.Profile()

@@ -232,7 +232,7 @@ def count(benches: list[Bench]) -> None:
         child.ask_probe()
     time.sleep(ANSWERED_S)
     names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "gpu_allocated",
-             "pinned_bytes", "threads_s")  # fmt: skip
+             "pinned_bytes", "threads_s", "beside")  # fmt: skip
     for fact, child in children:
         probe, log = child.probe(), child.cell.path("log.txt").read_text(errors="replace")
         fact |= {name: probe.get(name) for name in names}

@@ -203,6 +203,10 @@ REASONS = {
         "Unset `SGLANG_ENABLE_OVERLAP_PLAN_STREAM`: metadata is then built where it can be "
         "compared."
     ),
+    "lets SGLang replay a step's metadata from a graph": (
+        "Unset `SGLANG_ENABLE_METADATA_GLUE_GRAPH`: SGLang then builds each step's metadata in a "
+        "call that can be seen."
+    ),
     "self-test": (
         "A checker missed a planted fault or saw one that was not there. Run `ddtree-guard "
         "selftest` on that machine and report it."

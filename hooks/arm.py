@@ -121,7 +121,8 @@ def finish(config: Config, guard: ServerGuard | None, scheduler: Any) -> None:
 
 def _arm(guard: ServerGuard, scheduler: Any) -> str:
     """Why this rank is not armed; empty if it is."""
-    if why := unguardable():
+    algorithm = getattr(scheduler.server_args, "speculative_algorithm", None)
+    if why := unguardable(str(algorithm or "")):
         return why
     worker = scheduler.model_worker
     guard.install([worker_hook(guard, worker), verify_hook(guard, worker)])

@@ -158,12 +158,15 @@ def server_overhead() -> str:
         others = (by.get((w, requests, name)) for name in ("control", "kv_canary", "async_assert"))
         within = met(row)
         lines.append([
-            w, requests, row["blocks"], f"{_ratio(row)}{', within' if within else ''}",
+            w, requests, f"{row['engines']}, {row['blocks']}",
+            f"{_ratio(row)}{', within' if within else ''}",
+            ", ".join(f"{ratio:.4f}" for ratio in row.get("by_generation", ())) or "-",
             _ratio(row, "step"), *map(_ratio, others),
             f"{row['p99_ms']:.1f} / {bare['p99_ms']:.1f}",
         ])  # fmt: skip
     head = (
-        "w", "requests", "rounds", "guard, tokens/s to unguarded (95 %)", "its steps", "control",
+        "w", "requests", "engines a side, rounds", "guard, tokens/s to unguarded (95 %)",
+        "by generation of engines", "its steps", "control",
         "`--kv-canary log`", "async-assert", "p99 ms a token, guard / off",
     )  # fmt: skip
     made = table(head, lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from ddtree_guard.hooks import arm, switches
 from ddtree_guard.testing.cases import VerifyCase
 
 CASE = VerifyCase(lens=(9, 4, 12), head_dim=16, heads=2, kv_heads=1, budget=8)
+
+NGRAM = dataclasses.replace(CASE, algorithm="NGRAM", draft_tokens=9)
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +39,19 @@ def test_a_plan_stream_cannot_be_guarded(
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [("NGRAM", True), ("EAGLE3", True), ("", True), ("DFLASH", False), ("DDTREE", False)],
+)
+def test_metadata_from_a_graph_cannot_be_guarded_where_sglang_makes_one(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, said: bool
+) -> None:
+    _switch(monkeypatch, SGLANG_ENABLE_METADATA_GLUE_GRAPH="true")
+    assert bool(switches.unguardable(algorithm)) is said
+    _switch(monkeypatch, SGLANG_ENABLE_METADATA_GLUE_GRAPH="0")
+    assert not switches.unguardable(algorithm)
+
+
+@pytest.mark.parametrize(
     ("value", "said"), [("3.5", True), ("-1", False), ("", False), ("x", False)]
 )
 def test_a_simulated_walk(monkeypatch: pytest.MonkeyPatch, value: str, said: bool) -> None:
@@ -44,13 +60,21 @@ def test_a_simulated_walk(monkeypatch: pytest.MonkeyPatch, value: str, said: boo
 
 
 @pytest.mark.sglang
-def test_a_plan_stream_means_not_guarded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("switch", "case"),
+    [
+        ("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", CASE),
+        ("SGLANG_ENABLE_METADATA_GLUE_GRAPH", NGRAM),
+    ],
+)
+def test_what_cannot_be_guarded_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    switch: str, case: VerifyCase,
+) -> None:  # fmt: skip
     from ddtree_guard.testing.server import MiniServer
 
-    _switch(monkeypatch, SGLANG_ENABLE_OVERLAP_PLAN_STREAM="true")
-    MiniServer(CASE, "auto").arm(Config(mode=Mode.LOG, dump_dir=tmp_path))
+    _switch(monkeypatch, **{switch: "true"})
+    MiniServer(case, "auto").arm(Config(mode=Mode.LOG, dump_dir=tmp_path))
     told = [text for text in caplog.messages if text.startswith("NOT GUARDED: rank 0 of 1")]
     assert "unset it; serving continues unchecked" in told[0]
 
