@@ -277,3 +277,12 @@ def test_on_a_cpu_nothing_is_asked() -> None:
     with branch.beside(runner):
         pass
     assert runner.capture_tail_hooks == []
+
+
+def test_a_fault_of_the_comparison_is_none_of_sglangs(
+    start: Callable[..., Capture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = start()
+    monkeypatch.setattr(torch, "equal", lambda *pair: 1 / 0)
+    assert capture.run(False, read=[torch.zeros(2)]) == IN_LINE
+    assert capture.run(True, read=[torch.zeros(2)]) == IN_LINE
