@@ -14,8 +14,6 @@ device/). With `--plant` faults are planted afterwards in the same engines, thro
 from __future__ import annotations
 
 import argparse
-import functools
-import hashlib
 import json
 import re
 import sys
@@ -28,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from files import sources, write
 from serving import ROOT, Cell, Child
 
 sys.path.insert(0, str(ROOT))
@@ -165,19 +164,6 @@ def judge_plant(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@functools.cache
-def sources() -> dict[str, str]:
-    """What was measured: this project's version, a hash of its sources, and one of device/."""
-    from ddtree_guard import __version__
-
-    files = sorted(p for name in ("checks", "ddtree_guard", "hooks")
-                   for p in (ROOT / name).rglob("*.py"))  # fmt: skip
-    device = [path for path in files if path.parent.name == "device"]
-    hashes = [hashlib.sha256(b"".join(path.read_bytes() for path in part)).hexdigest()[:12]
-              for part in (files, device)]  # fmt: skip
-    return {"version": __version__, "sources": hashes[0], "device": hashes[1]}
-
-
 def compare(rows: dict[str, dict[str, Any]], reference: dict[str, Any]) -> None:
     """Fill `outputs_identical`: guarded against unguarded, one cell per algorithm."""
     for found in rows.values():
@@ -226,24 +212,7 @@ class Results:
             "failed": self.failed,
             "totals": totals(list(self.rows.values())),
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_text(lines_of(value))
-        part.replace(self.path)
-
-
-def lines_of(value: dict[str, Any]) -> str:
-    """JSON with one row of a list, or one entry of a mapping, a line."""
-    parts = []
-    for name, held in value.items():
-        if isinstance(held, list):
-            inner, ends = [json.dumps(entry) for entry in held], "[]"
-        else:
-            inner = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in held.items()]
-            ends = "{}"
-        body = ",\n  ".join(inner)
-        parts.append(f" {json.dumps(name)}: {ends[0]}\n  {body}\n {ends[1]}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+        write(self.path, value)
 
 
 def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:

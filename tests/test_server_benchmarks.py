@@ -56,7 +56,7 @@ class Engine:
 def _paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield
-    for name in ("serving", "soak", "server_overhead", "rounds"):
+    for name in ("serving", "soak", "server_overhead", "rounds", "files"):
         sys.modules.pop(name, None)
 
 
