@@ -1,14 +1,17 @@
 """Rounds of engines that take turns, over generations of them, and the row that is made of them.
 
 A round is a block on each engine of two sides; a pair is two neighbouring rounds of one visit.
+Generations are numbered on over runs.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
 import statistics
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ TOOLS = ("kv_canary", "async_assert")
 COUPLES = (("off", "guard"), ("control", "twin"), ("control2", "twin2"))  # without a guard, with it
 ENGINES = tuple(itertools.chain(*COUPLES))  # the ones that matter most first
 MODES = {"guard": "log", "kv_canary": "log", "control": "off"}
+FIELDS = ("tokens_per_s", "took_s", "step_s", "steps", "tokens", "p99_s")  # kept of a block
 Block = dict[str, Any]
 
 
@@ -26,6 +30,7 @@ class Round(NamedTuple):
     mine: list[Block]
     generation: int = 1
     visit: int = 0
+    run: int = 1
 
 
 @dataclass(slots=True)
@@ -37,9 +42,28 @@ class Case:
     rounds: dict[str, list[Round]] = field(default_factory=dict)
 
 
-def interval(ratios: list[float], seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+def compact(block: Block) -> Block:
+    """What is kept of a block: six digits of its numbers, and its own p99 of seconds a token."""
+    held = block | {"p99_s": percentile(block["gaps"], 0.99)}
+    return {name: float(f"{value:.6g}") if isinstance(value := held[name], float) else value
+            for name in FIELDS}  # fmt: skip
+
+
+def coverage(case: Case) -> tuple[int, int]:
+    """Pairs of the guard's rounds so far, and its rounds."""
+    rounds = case.rounds.get("guard", ())
+    visits = Counter((one.generation, one.visit) for one in rounds)
+    return sum(count // 2 for count in visits.values()), len(rounds)
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
     """The 95 % bootstrap interval of the median."""
-    rng = random.Random(seed)
+    return _interval(tuple(ratios))
+
+
+@functools.lru_cache(512)  # most rows are made anew without having changed
+def _interval(ratios: tuple[float, ...], draws: int = 2000) -> tuple[float, float]:
+    rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
     return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]
 
@@ -83,7 +107,9 @@ def paired(rounds: list[Round], ratios: list[float]) -> dict[int, list[float]]:
 def summary(
     tool: str, w: int, case: Case, rounds: list[Round], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """One row: a tool at a width and a concurrency, over its rounds."""
+    """One row: a tool at a width and a concurrency, over its rounds; `p99_ms` is the median over
+    its blocks of each one's p99.
+    """
     sides = [one.off if tool == "off" else one.mine for one in rounds]
     mine = list(itertools.chain(*sides))
     others = rounds if tool != "off" else []  # those that are compared
@@ -93,11 +119,11 @@ def summary(
     ratio, low, high = spread([*itertools.chain(*pairs.values())], ratios)
     step, step_low, step_high = spread([*itertools.chain(*step_pairs.values())], steps)
     verified, tokens = (sum(one[name] for one in mine) for name in ("steps", "tokens"))
-    p99 = percentile([gap for one in mine for gap in one["gaps"]], 0.99)
+    slow = [one["p99_s"] for one in mine if one["p99_s"] is not None]
     return {
         "tool": tool, "mode": MODES.get(tool, tool), "algorithm": "NGRAM", "w": w,
         "concurrency": case.concurrency, "blocks": len(rounds),
-        "pairs": sum(map(len, pairs.values())),
+        "pairs": sum(map(len, pairs.values())), "runs": len({one.run for one in rounds}),
         "engines": sum({one.generation: len(side)
                         for one, side in zip(rounds, sides, strict=True)}.values()),
         "tokens_per_s": round(statistics.median(one["tokens_per_s"] for one in mine), 1),
@@ -107,7 +133,7 @@ def summary(
         "step_to_off": step, "step_low": step_low, "step_high": step_high,
         "accept_length": round(tokens / verified, 4) if verified else None,
         "steps_to_off": steps_to_off(rounds) if tool != "off" else 1.0,
-        "p99_ms": None if p99 is None else round(1000 * p99, 3),
+        "p99_ms": round(1000 * statistics.median(slow), 3) if slow else None,
         "new_tokens": case.length, **facts, "ratios": [round(ratio, 4) for ratio in ratios],
     }  # fmt: skip
 

@@ -17,13 +17,19 @@ other is in no pair. Rows are of all generations: `engines` counts those of a si
 over whole blocks; `step_to_off` of the median time between two steps, which a pause of the host
 does not move. Their interval is a bootstrap over pairs: it knows nothing of how engines differ.
 `by_generation` does: the median of each one's pairs. `control` is what the method says of nothing:
-the second engine without a guard to the first, in the same blocks. Counts of steps, findings and
-dumps are sums over a side's engines; start-up, memory and `threads_s` are of the first engine.
+the second engine without a guard to the first, in the same blocks. `p99_ms` is the median over
+blocks of each block's p99 of seconds a token.
+
+Runs add up: the file keeps every round, and a later call with the same sources of the guard, shape,
+release and device goes on from them (pool.py), with the same requests; what does not fit is said
+and dropped, with `--fresh` all of it. Generations are numbered on over runs. The case with the
+fewest pairs is always visited next. Counts of steps, findings and dumps are sums over a side's
+engines, but for `uncounted` ones; start-up, memory and `threads_s` are of the newest run's first.
 
 The engine that runs has the same processors as the others when those run, one core of them for its
 scheduler's main thread alone; the engines that wait sleep on others. With two GPUs the widths are
 measured at the same time, each on its own GPU with half of the processors. The result file is
-rewritten every few seconds; rows of other widths stay. `failed` names generation, width and engine.
+rewritten after every visit; other widths stay. `failed` names generation, width and engine.
 """
 
 from __future__ import annotations
@@ -36,41 +42,38 @@ import os
 import sys
 import threading
 import time
-from collections import ChainMap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rounds import COUPLES, ENGINES, TOOLS, Case, Round, rounds_of, summary
+from files import sources
+from pool import Pool, Width, met
+from rounds import COUPLES, ENGINES, TOOLS, Case, Round, compact, coverage
 from serving import ANSWERED_S, ROOT, Cell, Child
 
-SIDES = {"off": ENGINES[::2], "guard": ENGINES[1::2]}
-COUNTED = ("verify_steps", "steps_checked", "findings", "violations_logged", "dumps")
 CONCURRENCY = (8, 32, 1)  # the ones that matter most first
 POOL = 24_000  # KV slots: 32 requests with their lookahead, and their prompts in the radix cache
 SIZES = (1, 2, 4, 8, 16, 24, 32)  # captured batch sizes: the less of them, the sooner it starts
 LENGTHS = (64, 1536)  # new tokens of a request
 START_S, TOOL_S = 150.0, 30.0  # most seconds until the engines that matter are up; then the others
 STOP_S = 8.0  # to count and to stop, at the end of a generation
-GATE, LOW = 0.995, 0.99  # what the median and the interval's lower end must reach
 
 
 # --- one width ---
 @dataclass(slots=True)
-class Bench:
+class Bench(Width):
     """One width: its engines, by tool, and what all generations of them have shown."""
 
-    w: int
-    children: dict[str, Child]
-    facts: dict[str, list[dict[str, Any]]]  # one a generation
-    cases: list[Case]
+    children: dict[str, Child] = field(default_factory=dict)
     warm_s: float = 0.1  # of each block, before what is measured
     cores: tuple[Any, Any, Any] = ((), (), ())  # of a scheduler, of its engine, of those that wait
     running: str = ""
-    generation: int = 1
+    run: int = 1
+    generation: int = 1  # numbered on over runs
     visit: int = 0  # counted on over generations
+    joined: bool = False  # by what earlier runs have shown
     settled: set[int] = field(default_factory=set)  # concurrencies
 
     def begin(self, generation: int) -> None:
@@ -99,14 +102,14 @@ class Bench:
         couples = couples if tool == "guard" else [("off", tool)]
         way = -1 if at % 4 in (1, 2) else 1  # the last engines come first as often
         order = [two[:: -1 if (at + k) % 2 else 1] for k, two in enumerate(couples[::way])]
-        found = {name: self.block(name, case) for name in itertools.chain(*order)}
+        found = {name: compact(self.block(name, case)) for name in itertools.chain(*order)}
         off, mine = ([found[name] for name in side] for side in zip(*couples, strict=True))
-        held.append(Round(off, mine, self.generation, self.visit))
+        held.append(Round(off, mine, self.generation, self.visit, self.run))
 
     def settle(self, case: Case, block_s: float) -> None:
         """Begin a visit with blocks that are not measured: lengths, radix cache, n-grams, clocks;
         and each engine told once, as SGLang offers it, that what it holds is no garbage. A length
-        stays as it was found: the requests of all generations are the same.
+        stays as it was found: the requests of all generations and runs are the same.
         """
         self.visit += 1
         if not case.length:
@@ -122,47 +125,28 @@ class Bench:
         for tool in self.children:
             self.block(tool, case)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row a case and tool that has rounds; the guard's is of the twins as well."""
-        return [
-            summary(tool, self.w, case, rounds, self.known(tool))
-            for case in self.cases
-            for tool in ("off", "guard", "control", *TOOLS)
-            if (rounds := rounds_of(tool, case))
-        ]
-
-    def known(self, tool: str) -> dict[str, Any]:
-        """Facts of a tool's first engine, with counts summed over all engines of its side. A probe
-        that did not answer has not counted nothing.
-        """
-        side = [one for name in SIDES.get(tool, (tool,)) for one in self.facts.get(name, ())]
-        first = dict(ChainMap(*self.facts.get(tool, ())))
-        counts: dict[str, list[Any]] = {name: [one.get(name) for one in side] for name in COUNTED}
-        silent = {name for name, held in counts.items() if None in held or not held}
-        return first | {n: None if n in silent else sum(held) for n, held in counts.items()}
-
 
 # --- all widths ---
-def tools_of(generation: int, options: argparse.Namespace) -> tuple[str, ...]:
-    """The engines of a width, the ones that are needed most first; SGLang's own tools come last,
-    and take the place of the third engines. A GPU holds about six.
+def tools_of(last: bool, options: argparse.Namespace) -> tuple[str, ...]:
+    """The engines of a width, the ones that are needed most first. SGLang's own tools come last, in
+    a run's last generation, and take the place of the third engines. A GPU holds about six.
     """
-    tools = [tool for tool in TOOLS if tool in options.tools and generation == options.generations]
+    tools = [tool for tool in TOOLS if tool in options.tools and last]
     if len(options.gpus) < len(options.w):
         return (*ENGINES[:2], *tools)
     return (*ENGINES[:4], *tools) if tools else ENGINES
 
 
-def cells(options: argparse.Namespace, generation: int) -> list[Cell]:
+def cells(options: argparse.Namespace, generation: int, last: bool) -> list[Cell]:
     """All engines of a generation, in a folder of its own. SGLang's tools run at the last width."""
-    gpus, groups, last = options.gpus, processors(len(options.gpus)), len(options.w) - 1
+    gpus, groups, final = options.gpus, processors(len(options.gpus)), len(options.w) - 1
     wanted = [
         Cell(
             "NGRAM", tool=tool, shape=options.shape, w=options.w[at], max_running=32, pool=POOL,
             sizes=SIZES, asked=True, gpu=gpus[at % len(gpus)], cpus=tuple(groups[at % len(gpus)]),
         )
-        for tool in tools_of(generation, options)
-        for at in range(last if tool in TOOLS else 0, last + 1)
+        for tool in tools_of(last, options)
+        for at in range(final if tool in TOOLS else 0, final + 1)
     ]  # fmt: skip
     return [replace(cell, folder=f"{cell.folder}/generation-{generation}") for cell in wanted]
 
@@ -217,7 +201,8 @@ def start(benches: list[Bench], made: list[Child], deadline: float, failed: dict
         try:
             ready = child.answer(min(patience, deadline - time.monotonic() - 30))
             bench.children[cell.tool] = child
-            fact = {name: ready[name] for name in ("start_s", "release")}
+            fact = {"run": bench.run, "generation": bench.generation,
+                    **{name: ready[name] for name in ("start_s", "release")}}  # fmt: skip
             bench.facts.setdefault(cell.tool, []).append(fact)
         except RuntimeError as error:
             failed[f"g{bench.generation}-w{cell.w}-{cell.tool}"] = str(error)
@@ -241,14 +226,16 @@ def count(benches: list[Bench]) -> None:
 
 
 def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, save: Any) -> None:
-    """Measure the widths of one GPU, a few rounds of each case at a time, until the deadline."""
+    """Measure the widths of one GPU until the deadline, a few rounds at a time of the case that has
+    the fewest pairs.
+    """
     cases = [(bench, case) for at in range(len(CONCURRENCY))
              for bench in benches for case in (bench.cases[at],)]  # fmt: skip
     longest = 0.0
-    for bench, case in itertools.cycle(cases):
-        mine = [one for one in case.rounds.get("guard", ()) if one.generation == bench.generation]
-        if len(mine) >= options.blocks or time.monotonic() + longest > deadline:
+    while left := [two for two in cases if lived(*two) < options.blocks]:
+        if time.monotonic() + longest > deadline:
             return
+        bench, case = min(left, key=lambda two: coverage(two[1]))
         bench.settle(case, options.block)
         turns = dict.fromkeys(ENGINES, 0) | {"guard": options.rounds}
         for tool in [name for name in bench.children for _ in range(turns.get(name, 2))]:
@@ -260,46 +247,52 @@ def lane(benches: list[Bench], deadline: float, options: argparse.Namespace, sav
         save()
 
 
-def measure(options: argparse.Namespace, result: dict[str, Any], save: Any) -> list[dict[str, Any]]:
-    """Each generation in its share of the time left. Returns the rows over all of them."""
-    end, lock = time.monotonic() + options.seconds, threading.Lock()
-    failed = result["failed"] = {}
-    benches = [Bench(w, {}, {}, [Case(c) for c in CONCURRENCY], options.warm) for w in options.w]
+def lived(bench: Bench, case: Case) -> int:
+    """The rounds of a case in this generation."""
+    return sum(one.generation == bench.generation for one in case.rounds.get("guard", ()))
 
-    def keep() -> list[dict[str, Any]]:
+
+def measure(options: argparse.Namespace, pool: Pool) -> list[dict[str, Any]]:
+    """Each generation in its share of the time left. Returns the rows of what was measured."""
+    end, lock, failed = time.monotonic() + options.seconds, threading.Lock(), dict[str, str]()
+    benches = [Bench(w, {}, [Case(c) for c in CONCURRENCY], warm_s=options.warm,
+                     run=pool.run["run"]) for w in options.w]  # fmt: skip
+
+    def keep() -> dict[str, Any]:
         with lock:
-            rows = [row for bench in benches for row in bench.rows()]
-            put(result, rows)
-            save(rows)
-            return rows
+            return pool.save(benches, failed)
 
-    for generation in range(1, options.generations + 1):
+    first = pool.generations + 1
+    for generation in range(first, first + options.generations):
         now = time.monotonic()
-        share = (end - now) / (options.generations - generation + 1)
+        share = (end - now) / (first + options.generations - generation)
         for bench in benches:
             bench.begin(generation)
+        last = generation == first + options.generations - 1
         try:
-            live(benches, now + share - STOP_S, options, failed, keep)
+            live(benches, now + share - STOP_S, options, failed, keep, pool, last)
         except Exception as error:  # the other generations count
             failed[f"g{generation}"] = str(error)
-        rows = keep()
-    return rows
+        result = keep()
+    widths = pool.measured(benches)
+    return [row for row in result["rows"] if row["w"] in widths]
 
 
 def live(
     benches: list[Bench], deadline: float, options: argparse.Namespace, failed: dict[str, str],
-    keep: Callable[[], Any],
+    keep: Callable[[], Any], pool: Pool, last: bool,
 ) -> None:  # fmt: skip
     """One generation: start, measure each GPU's widths in a thread, count, stop."""
     made: list[Child] = []
     try:
-        for cell in cells(options, benches[0].generation):
+        for cell in cells(options, benches[0].generation, last):
             made.append(Child(cell))
         start(benches, made, deadline, failed)
+        ready = [bench for bench in benches if bench.children.keys() >= {"off", "guard"}]
         lanes: dict[str, list[Bench]] = {}
-        for bench in benches:
-            if bench.children.keys() >= {"off", "guard"}:
-                lanes.setdefault(bench.children["off"].cell.gpu, []).append(bench)
+        for bench in ready:
+            lanes.setdefault(bench.children["off"].cell.gpu, []).append(bench)
+        join(ready, pool)
         work = [threading.Thread(target=_guarded, args=(failed, mine, deadline, options, keep))
                 for mine in lanes.values()]  # fmt: skip
         for thread in work:
@@ -308,8 +301,17 @@ def live(
             thread.join()
         count(benches)
     finally:
-        with ThreadPoolExecutor(len(made) or 1) as pool:
-            list(pool.map(lambda child: child.stop(0.3), made))
+        with ThreadPoolExecutor(len(made) or 1) as threads:
+            list(threads.map(lambda child: child.stop(0.3), made))
+
+
+def join(ready: list[Bench], pool: Pool) -> None:
+    """Let widths go on from earlier runs, now that the device and the release are known."""
+    for bench in ready:
+        if not bench.joined:
+            pool.run |= {**where(), "release": bench.facts["off"][-1]["release"]}
+            pool.join(bench)
+            bench.joined = True
 
 
 def _guarded(failed: dict[str, str], benches: list[Bench], *more: Any) -> None:
@@ -321,33 +323,23 @@ def _guarded(failed: dict[str, str], benches: list[Bench], *more: Any) -> None:
         failed[f"g{benches[0].generation}-w{widths}"] = str(error)
 
 
-def put(result: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Replace the rows of the widths that were measured; other widths stay."""
-    widths = {row["w"] for row in rows}
-    result["rows"] = [row for row in result["rows"] if row["w"] not in widths] + rows
-
-
 def main(argv: list[str] | None = None) -> int:
     """Measure; 1 if the guard costs more than it may, or a width was not measured."""
     options = _parser().parse_args(argv)
-    result: dict[str, Any] = {"environment": {}, "rows": [], "failed": {}}
-    if options.out.exists():
-        result |= json.loads(options.out.read_text())
-    load = os.getloadavg()[0]
-
-    def save(measured: list[dict[str, Any]]) -> None:
-        if measured or not result["environment"]:  # nothing new is of this machine otherwise
-            result["environment"] = environment(options, load, result["rows"])
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        part = options.out.with_suffix(".part")
-        part.write_text(json.dumps(result, indent=1) + "\n")
-        part.replace(options.out)
-
-    measured = measure(options, result, save)
+    measured = measure(options, Pool.open(options.out, options.fresh, begun(options)))
     mine = [row for row in measured if row["tool"] == "guard"]
-    for row in result["rows"]:
+    for row in measured:
         print(json.dumps({name: value for name, value in row.items() if name != "ratios"}))
     return 0 if {row["w"] for row in mine} == set(options.w) and all(map(met, mine)) else 1
+
+
+def begun(options: argparse.Namespace) -> dict[str, Any]:
+    """What a run is from its beginning."""
+    return {
+        "run": 1, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "guard": sources(), "shape": options.shape, "gpus": options.gpus,
+        "block_s": options.block, "load_before": round(os.getloadavg()[0], 2),
+    }  # fmt: skip
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -356,7 +348,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=540.0, help="in all, start included")
     parser.add_argument("--generations", type=int, default=2, choices=range(1, 10))
     parser.add_argument("--blocks", type=int, default=120, help="of a case and generation, at most")
-    parser.add_argument("--block", type=float, default=0.6, help="seconds per block")
+    parser.add_argument(
+        "--block", type=float, default=0.6, help="seconds per block, where no run was before"
+    )
     parser.add_argument("--warm", type=float, default=0.1, help="unmeasured seconds before it")
     parser.add_argument("--rounds", type=int, default=6, help="rounds of a case at a time; even")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
@@ -364,6 +358,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus", type=lambda text: text.split(","), default=[""], help="a width each, in turn"
     )
+    parser.add_argument("--fresh", action="store_true", help="go on from no earlier run")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks/results/server_overhead.json"
     )
@@ -380,34 +375,6 @@ def _tools(text: str) -> list[str]:
         known = " and ".join(TOOLS)
         raise argparse.ArgumentTypeError(f"expected {known}, found {', '.join(sorted(unknown))}")
     return names
-
-
-def met(row: dict[str, Any]) -> bool:
-    """Whether a row of the guard is as fast as it has to be."""
-    return bool(row["ratio_to_off"] >= GATE and (row["ratio_low"] or 0) >= LOW)
-
-
-def environment(
-    options: argparse.Namespace, load: float, rows: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Versions, the device, how busy the machine was before, and the verdict in words."""
-    mine = [row for row in rows if row["tool"] == "guard"]
-    same = [row for row in rows if row["tool"] == "control" and row["ratio_low"]]
-    note = (
-        f"{where()['device']}, SGLang {mine[0]['release'] if mine else 'unknown'}, "
-        f"{where()['processors']} processors. Required: median at least {GATE}, interval above "
-        f"{LOW}; met in {sum(map(met, mine))} of {len(mine)} rows."
-    )
-    if same:
-        low, high = min(r["ratio_low"] for r in same), max(r["ratio_high"] for r in same)
-        note += (
-            f" Not resolved to 1 %: two engines without a guard (control) differ by {low:.2f} to "
-            f"{high:.2f} in the same blocks."
-        )
-    return {
-        **where(), "gpus": options.gpus, "load_before": round(load, 2), "shape": options.shape,
-        "generations": options.generations, "block_s": options.block, "note": note,
-    }  # fmt: skip
 
 
 @functools.cache

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
+import random
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ SIX = (*FOUR, "control2", "twin2")
 def overhead(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
     yield importlib.import_module("server_overhead")
-    for name in ("server_overhead", "rounds", "serving"):
+    for name in ("server_overhead", "pool", "rounds", "serving", "files"):
         sys.modules.pop(name, None)
 
 
@@ -30,7 +33,7 @@ class Engines:
         self.lengths: list[int] = []
         self.speed = speed
         self.case = overhead.Case(8, 32)
-        self.bench = overhead.Bench(8, self.children(names), {}, [self.case])
+        self.bench = overhead.Bench(8, {}, [self.case], self.children(names))
 
     def children(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: Engine(self, name) for name in names}
@@ -61,7 +64,7 @@ class Engine:
         self.all.asked.append(self.name)
         self.all.lengths.append(command["length"])
         speed = self.all.speed(self.name, len(self.all.asked))
-        made = {"steps": 5, "tokens": 20, "gaps": [0.001], "step_s": 1 / speed}
+        made = {"steps": 5, "tokens": 20, "gaps": [0.001], "step_s": 1 / speed, "took_s": 0.6}
         return {"tokens_per_s": speed, **made}
 
 
@@ -188,9 +191,68 @@ def test_a_length_is_found_once_and_every_generation_settles(overhead: Any) -> N
 def test_rounds_that_come_while_a_row_is_made_are_in_the_next(overhead: Any) -> None:
     engines = Engines(overhead, FOUR, lambda name, at: 100.0)
     engines.play(2)
-    held = overhead.rounds_of("guard", engines.case)
+    held = importlib.import_module("rounds").rounds_of("guard", engines.case)
     engines.play(1)
     assert len(held) == 2
+
+
+def visits(overhead: Any, kept: tuple[int, ...], *words: str) -> list[int]:
+    """The cases of a lane in turn, where 8, 32 and 1 requests have so many pairs before."""
+    seen: list[int] = []
+
+    class Bench(overhead.Bench):  # type: ignore[misc, name-defined]
+        def settle(self, case: Any, block_s: float) -> None:
+            self.visit += 1
+            seen.append(case.concurrency)
+
+        def round(self, tool: str, case: Any) -> None:
+            made = overhead.Round([], [], self.generation, self.visit)
+            case.rounds.setdefault(tool, []).append(made)
+
+    cases = [overhead.Case(c) for c in overhead.CONCURRENCY]
+    for case, pairs in zip(cases, kept, strict=True):
+        case.rounds["guard"] = [overhead.Round([], [], 1, at // 2) for at in range(2 * pairs)]
+    bench = Bench(8, {}, cases, dict.fromkeys(FOUR), generation=2)
+    options = overhead._parser().parse_args([*words, "--blocks", "8"])
+    overhead.lane([bench], 1e12, options, lambda: None)
+    return seen
+
+
+def test_the_case_with_the_fewest_pairs_is_visited_next(overhead: Any) -> None:
+    seen = visits(overhead, (4, 2, 0), "--rounds", "2")
+    assert seen == [1, 1, 32, 1, 32, 1, 8, 32, 8, 32, 8, 8]  # eight rounds of each, then it ends
+    assert visits(overhead, (0, 0, 0), "--rounds", "4") == [8, 32, 1] * 2
+
+
+def test_cases_take_turns_even_if_a_visit_has_no_pair(overhead: Any) -> None:
+    assert visits(overhead, (0, 0, 0), "--rounds", "1")[:6] == [8, 32, 1] * 2
+
+
+def test_a_block_is_kept_with_its_own_p99_and_a_row_has_their_median(overhead: Any) -> None:
+    module = importlib.import_module("rounds")
+    block = {"tokens_per_s": 8216.54321, "took_s": 0.5, "step_s": 0.0123456789, "steps": 1234567,
+             "tokens": 20}  # fmt: skip
+    made = [module.compact(block | {"gaps": [0.001] * 99 + [slow]}) for slow in (1.0, 1.0)]
+    slow = module.compact(block | {"gaps": [0.004]})
+    assert made[0] == {"tokens_per_s": 8216.54, "took_s": 0.5, "step_s": 0.0123457,
+                       "steps": 1234567, "tokens": 20, "p99_s": 0.001}  # fmt: skip
+    rounds = [module.Round([slow], [one]) for one in (*made, slow)]
+    row = module.summary("guard", 8, module.Case(8, rounds={"guard": rounds}), rounds, {})
+    assert row["p99_ms"] == 1.0
+
+
+def test_the_interval_of_150_pairs_resolves_half_a_percent(overhead: Any) -> None:
+    """Rounds of one ride scatter by 1.5 %; of normal pairs 0.21 % either side are expected."""
+    module, rng = importlib.import_module("rounds"), random.Random(5)
+    widths, hits = [], 0
+    for _ in range(20):
+        pairs = [math.exp((rng.gauss(0, 0.015) + rng.gauss(0, 0.015)) / 2) for _ in range(150)]
+        low, high = module.interval(pairs)
+        widths.append((high - low) / 2)
+        hits += low <= 1.0 <= high
+    assert 0.0018 < statistics.median(widths) < 0.0025
+    assert max(widths) < 0.004
+    assert hits >= 17
 
 
 def test_statistics(overhead: Any) -> None:

@@ -56,7 +56,7 @@ class Engine:
 def _paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield
-    for name in ("serving", "soak", "server_overhead", "rounds", "files"):
+    for name in ("serving", "soak", "server_overhead", "pool", "rounds", "files"):
         sys.modules.pop(name, None)
 
 
@@ -252,15 +252,13 @@ def test_overhead_measures_in_turns_and_names_what_did_not_start(
 ) -> None:
     overhead = _overhead(monkeypatch)
     out = fake_sglang / "overhead.json"
-    out.write_text(json.dumps({"rows": [{"tool": "off", "w": 64}, {"tool": "off", "w": 8}]}))
     overhead.main(
         ["--w", "8,16", "--seconds", "240", "--blocks", "4", "--block", "0.02", "--shape", "small",
          "--warm", "0", "--rounds", "2", "--tools", "kv_canary", "--gpus", "0,1",
          "--out", str(out)]
     )  # fmt: skip
     result = json.loads(out.read_text())
-    old, *mine = result["rows"]
-    assert old == {"tool": "off", "w": 64}  # another width's row stays
+    mine = result["rows"]
     assert {(row["w"], row["tool"], row["concurrency"]) for row in mine} == {
         (w, tool, c)
         for w, tool in itertools.product((8, 16), ("off", "guard", "control"))
@@ -291,7 +289,7 @@ def test_rows_of_before_are_no_measurement(
     overhead = _overhead(monkeypatch)
     (fake_sglang / "fake/sglang/__init__.py").write_text("raise SystemExit('no GPU')")
     out = fake_sglang / "overhead.json"
-    before = {"environment": {"device": "of the rows"}, "rows": [OLD], "failed": {}}
+    before = {"environment": {"device": "of the rows"}, "rows": [OLD], "failed": {"g9": "x"}}
     out.write_text(json.dumps(before))
     assert overhead.main([*QUICK, "--w", "8", "--out", str(out)]) == 1
     failed = json.loads(out.read_text())
@@ -315,6 +313,10 @@ def test_a_generation_that_does_not_start_is_said_and_the_others_count(
     assert [(row["engines"], row["blocks"], row["pairs"]) for row in guard] == [(3, 2, 1)] * 3
 
 
+def _pool(overhead: Any, folder: Path) -> Any:
+    return overhead.Pool.open(folder / "made.json", False, {})
+
+
 class Clock:
     """Time that only what is asked for takes."""
 
@@ -327,7 +329,7 @@ class Clock:
 
 @pytest.mark.parametrize(("took", "second"), [(218, 510), (18, 410)])
 def test_each_generation_has_an_equal_share_of_the_time_left(
-    monkeypatch: pytest.MonkeyPatch, took: float, second: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, took: float, second: float
 ) -> None:
     overhead = _module("server_overhead")
     clock, seen = Clock(), []
@@ -339,7 +341,7 @@ def test_each_generation_has_an_equal_share_of_the_time_left(
 
     monkeypatch.setattr(overhead, "live", live)
     options = overhead._parser().parse_args(["--seconds", "618", "--generations", "3"])
-    overhead.measure(options, {"rows": []}, lambda rows: None)
+    overhead.measure(options, _pool(overhead, tmp_path))
     assert seen == [([1, 1], 298), ([2, 2], second), ([3, 3], 710)]
 
 
@@ -357,14 +359,16 @@ def test_a_visit_has_pairs_of_each_tool_and_begins_only_if_a_round_still_fits(
     monkeypatch.setattr(overhead.Bench, "settle", lambda *_: begun.append(clock.now))
     monkeypatch.setattr(overhead.Bench, "round", round_)
     children = dict.fromkeys((*FOUR, "kv_canary"))
-    bench = overhead.Bench(8, children, {}, [overhead.Case(8)] * 3)
+    bench = overhead.Bench(8, {}, [overhead.Case(8)] * 3, children)
     options = overhead._parser().parse_args(["--rounds", "2"])
     overhead.lane([bench], 185.0, options, lambda: None)
     assert (begun, clock.now) == ([100, 140], 180)
     assert played == ["guard", "guard", "kv_canary", "kv_canary"] * 2
 
 
-def test_engines_are_ended_when_one_cannot_even_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_ended_when_one_cannot_even_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     overhead = _module("server_overhead")
     made, stopped = [], []
 
@@ -378,10 +382,10 @@ def test_engines_are_ended_when_one_cannot_even_be_made(monkeypatch: pytest.Monk
             stopped.append(self)
 
     monkeypatch.setattr(overhead, "Child", Child)
-    result: dict[str, Any] = {"rows": []}
     options = overhead._parser().parse_args(["--w", "8", "--generations", "1"])
-    assert overhead.measure(options, result, lambda rows: None) == []
-    assert result["failed"] == {"g1": "no more processes"}
+    pool = _pool(overhead, tmp_path)
+    assert overhead.measure(options, pool) == []
+    assert json.loads(pool.path.read_text())["failed"] == {"g1": "no more processes"}
     assert {*stopped} == {*made}
 
 
@@ -390,12 +394,14 @@ def test_what_was_measured_is_on_disk_when_a_later_generation_is_cut_off(
 ) -> None:
     overhead = _module("server_overhead")
     block = {"tokens_per_s": 1.0, "step_s": 1.0, "steps": 5, "tokens": 20, "gaps": [0.001]}
+    block = overhead.compact(block | {"took_s": 0.6})
 
-    def live(benches: Any, *_: Any) -> None:
+    def live(benches: Any, *more: Any) -> None:
         if benches[0].generation == 2:
             raise KeyboardInterrupt
         benches[0].cases[0].rounds["guard"] = [overhead.Round([block], [block])] * 2
-        benches[0].facts["guard"] = [{"release": "0.5.16"}]
+        benches[0].facts["off"] = [{"release": "0.5.16", "run": 1, "generation": 1}]
+        overhead.join(benches, more[-2])
 
     monkeypatch.setattr(overhead, "live", live)
     out = tmp_path / "overhead.json"
@@ -446,7 +452,7 @@ def test_a_tool_that_does_not_exist_is_said(capsys: pytest.CaptureFixture[str]) 
 def test_each_width_has_a_gpu_and_processors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     overhead = _module("server_overhead")
     options = overhead._parser().parse_args(["--w", "64,8", "--gpus", "0,1"])
-    cells = overhead.cells(options, 2)
+    cells = overhead.cells(options, 2, True)
     assert [(c.tool, c.w, c.gpu) for c in cells] == [
         ("off", 64, "0"), ("off", 8, "1"), ("guard", 64, "0"), ("guard", 8, "1"),
         ("control", 64, "0"), ("control", 8, "1"), ("twin", 64, "0"), ("twin", 8, "1"),
@@ -469,14 +475,13 @@ def test_tools_of_sglang_run_in_the_last_generation_instead_of_third_engines(
 ) -> None:
     overhead = _module("server_overhead")
     options = overhead._parser().parse_args([*words.split(), "--generations", "3"])
-    made = [overhead.tools_of(generation, options) for generation in (1, 2, 3)]
-    assert made == [first, first, last]
+    assert [overhead.tools_of(end, options) for end in (False, True)] == [first, last]
 
 
 def test_no_two_engines_share_a_log_and_a_whole_side_is_guarded() -> None:
     overhead, serving = _module("server_overhead"), _module("serving")
     options = overhead._parser().parse_args(["--w", "64,8", "--gpus", "0,1"])
-    cells = [*overhead.cells(options, 1), *overhead.cells(options, 2)]
+    cells = [*overhead.cells(options, 1, False), *overhead.cells(options, 2, True)]
     assert len({cell.path("log.txt") for cell in cells}) == len(cells) == 22
     modes = {c.tool: serving.environment(c)["SGLANG_DDTREE_GUARD"] for c in cells}
     assert {tool for tool, mode in modes.items() if mode == "log"} == {"guard", "twin", "twin2"}
@@ -504,7 +509,7 @@ def test_counts_are_sums_over_generations_and_engines_and_memory_is_of_the_first
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overhead = _overhead(monkeypatch)
-    bench = overhead.Bench(8, {}, {}, [])
+    bench = overhead.Bench(8, {}, [])
     for generation, names in enumerate((SIX, FOUR), 1):
         bench.begin(generation)
         for at, name in enumerate(names):
@@ -512,9 +517,12 @@ def test_counts_are_sums_over_generations_and_engines_and_memory_is_of_the_first
                      "recorder": {"dumps": 1}}  # fmt: skip
             folder = tmp_path / str(generation) / name
             bench.children[name] = Probe(folder, found if name in SIX[1::2] else {})
-            bench.facts.setdefault(name, []).append({"start_s": 30.0 * generation})
-        if generation == 2:  # started, not asked yet
-            assert bench.known("guard")["verify_steps"] is None
+            fact = {"start_s": 30.0 * generation, "run": 1, "generation": generation}
+            bench.facts.setdefault(name, []).append(fact)
+        known = bench.known("guard")  # started, not asked yet
+        assert (known["verify_steps"], known["uncounted"]) == ((None, 3), (101_010, 2))[
+            generation - 1
+        ]
         overhead.count([bench])
     known = bench.known("guard")
     assert (known["verify_steps"], known["dumps"], known["findings"]) == (103_030, 5, 0)
@@ -528,7 +536,7 @@ def test_counts_are_sums_over_generations_and_engines_and_memory_is_of_the_first
 def test_a_fault_in_one_lane_is_kept_and_ends_that_lane_only() -> None:
     overhead = _module("server_overhead")
     failed: dict[str, str] = {}
-    bench = overhead.Bench(64, {}, {}, [overhead.Case(8)] * 3)
+    bench = overhead.Bench(64, {}, [overhead.Case(8)] * 3)
     bench.begin(2)
     options = overhead._parser().parse_args([])
     overhead._guarded(failed, [bench], 1e12, options, None)
