@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -24,3 +25,15 @@ def test_every_relative_link_exists() -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_many_generations_are_a_range() -> None:
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools/readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    readme = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(readme)
+    assert readme._generations(()) == "-"
+    assert readme._generations((0.99, 1.0)) == "0.9900, 1.0000"
+    many = [1.0, 0.98, 0.99, 1.02, 1.01]
+    assert readme._generations(many) == "0.9800 to 1.0200, half in 0.9900 to 1.0100 (5)"

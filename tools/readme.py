@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def server_overhead() -> str:
         lines.append([
             w, requests, f"{row['engines']}, {row['blocks']}",
             f"{_ratio(row)}{', within' if within else ''}",
-            ", ".join(f"{ratio:.4f}" for ratio in row.get("by_generation", ())) or "-",
+            _generations(row.get("by_generation", ())),
             _ratio(row, "step"), *map(_ratio, others),
             f"{row['p99_ms']:.1f} / {bare['p99_ms']:.1f}",
         ])  # fmt: skip
@@ -173,6 +174,16 @@ def server_overhead() -> str:
     tools = [row["blocks"] for key, row in by.items() if key[2] in ("kv_canary", "async_assert")]
     few = f" SGLang's own checkers ran in {min(tools)} to {max(tools)} rounds." if tools else ""
     return f"{made}\n\n{found['environment']['note']}{few} {_footprint(by)}"
+
+
+def _generations(ratios: Sequence[float]) -> str:
+    """What each generation says; of more than four, their range, its middle half, and how many."""
+    if len(ratios) <= 4:
+        return ", ".join(f"{ratio:.4f}" for ratio in ratios) or "-"
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return (
+        f"{min(ratios):.4f} to {max(ratios):.4f}, half in {low:.4f} to {high:.4f} ({len(ratios)})"
+    )
 
 
 def _ratio(row: dict[str, Any] | None, of: str = "ratio") -> str:
