@@ -224,6 +224,14 @@ def test_the_case_with_the_fewest_pairs_is_visited_next(overhead: Any) -> None:
     assert visits(overhead, (0, 0, 0), "--rounds", "4") == [8, 32, 1] * 2
 
 
+def test_a_round_without_its_other_is_no_pair_of_a_case(overhead: Any) -> None:
+    places = [(1, 1), (1, 1), (1, 1), (1, 2), (2, 2), (2, 2)]  # generation, visit
+    rounds = [overhead.Round([], [], *place) for place in places]
+    case = overhead.Case(8, rounds={"guard": rounds, "kv_canary": rounds})
+    assert overhead.coverage(case) == (2, 6)
+    assert overhead.coverage(overhead.Case(8)) == (0, 0)
+
+
 def test_cases_take_turns_even_if_a_visit_has_no_pair(overhead: Any) -> None:
     assert visits(overhead, (0, 0, 0), "--rounds", "1")[:6] == [8, 32, 1] * 2
 
