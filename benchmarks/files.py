@@ -36,11 +36,16 @@ def write(path: Path, value: dict[str, Any]) -> None:
 
 
 def lines_of(value: dict[str, Any]) -> str:
-    """JSON with one row of a list, or one entry of a mapping, a line."""
+    """JSON with one row of a list, or one entry of a mapping, a line; rows that are lists without
+    spaces.
+    """
     parts = []
     for name, held in value.items():
         if isinstance(held, list):
-            inner, ends = [json.dumps(entry) for entry in held], "[]"
+            tight = (",", ":")
+            inner = [json.dumps(entry, separators=tight if isinstance(entry, list) else None)
+                     for entry in held]  # fmt: skip
+            ends = "[]"
         else:
             inner = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in held.items()]
             ends = "{}"

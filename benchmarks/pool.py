@@ -1,8 +1,9 @@
 """Runs of the overhead benchmark that add up: what a result file keeps of each, and which of it a
 later run may go on from.
 
-Beside its rows a file has `rounds`, one a line, whose blocks are lists of what `environment.block`
-names; `facts`, one for each engine that was started; and `environment.runs`. Rows are always made
+Beside its rows a file has `rounds`, a list of what `environment.round` names each, and their blocks
+of what `environment.block` does; `facts`, one for each engine that was started; and
+`environment.runs`. Rows are always made
 of all rounds that are kept. Rounds can be pooled if the guard's sources, the model's shape, the
 release, the device and the requests were the same; each width has rounds of one such kind only.
 """
@@ -22,6 +23,7 @@ from rounds import ENGINES, FIELDS, TOOLS, Block, Case, Round, rounds_of, summar
 
 SIDES = {"off": ENGINES[::2], "guard": ENGINES[1::2]}
 COUNTED = ("verify_steps", "steps_checked", "findings", "violations_logged", "dumps")
+COLUMNS = ("w", "concurrency", "tool", "new_tokens", "run", "generation", "visit", "off", "mine")
 _PLACE = ("run", "generation")  # of a fact
 EMPTY: dict[str, Any] = {"environment": {}, "rows": [], "failed": {}, "facts": [], "rounds": []}
 GATE, LOW = 0.995, 0.99  # what the median and the interval's lower end must reach
@@ -73,7 +75,7 @@ class Width:
         return {one.run for rounds in held for one in rounds}
 
     def lines(self) -> list[dict[str, Any]]:
-        """Its rounds, as a file has them."""
+        """Its rounds, by what a file's columns are named."""
         return [
             {"w": self.w, "concurrency": case.concurrency, "tool": tool,
              "new_tokens": case.length, "run": one.run, "generation": one.generation,
@@ -138,13 +140,14 @@ class Pool:
         pool = cls(path, before, run)
         if fresh and before:
             print(f"--fresh: what {path} holds is replaced by what is measured", flush=True)
-        elif before.get("rows") and before["environment"].get("block") != [*FIELDS]:
+        elif before.get("rows") and not _same_form(before["environment"]):
             held = len(before["rows"])
             print(f"{path} is of an older form, without rounds to go on from: its {held} rows are "
                   "replaced by what is measured", flush=True)  # fmt: skip
         elif before.get("rounds"):
             pool.runs = {one["run"]: one for one in before["environment"]["runs"]}
-            pool.rounds, pool.facts = before["rounds"], before["facts"]
+            pool.rounds = [dict(zip(COLUMNS, line, strict=True)) for line in before["rounds"]]
+            pool.facts = before["facts"]
         run["run"] = 1 + max(pool.runs, default=0)
         return pool
 
@@ -202,9 +205,11 @@ class Pool:
         runs = [every[number] for number in sorted({line["run"] for line in lines})]
         rows = [row for width in shown for row in width.rows()]
         return {
-            "environment": {"note": note(runs, rows, shown), "block": FIELDS, "runs": runs},
+            "environment": {"note": note(runs, rows, shown), "round": COLUMNS, "block": FIELDS,
+                            "runs": runs},
             "rows": rows, "failed": failed,
-            "facts": [one for width in shown for one in width.told()], "rounds": lines,
+            "facts": [one for width in shown for one in width.told()],
+            "rounds": [[line[name] for name in COLUMNS] for line in lines],
         }  # fmt: skip
 
     def save(self, widths: Iterable[Width], failed: dict[str, str]) -> dict[str, Any]:
@@ -236,6 +241,11 @@ def _read(path: Path, fresh: bool) -> dict[str, Any]:
             f"{path} is no result file: {error}. Restore it, or replace it with --fresh."
         ) from None
     return EMPTY | found
+
+
+def _same_form(environment: dict[str, Any]) -> bool:
+    """Whether the rounds of a file can be read."""
+    return [environment.get(name) for name in ("round", "block")] == [[*COLUMNS], [*FIELDS]]
 
 
 def _kind(run: dict[str, Any]) -> dict[str, Any]:
