@@ -145,11 +145,20 @@ class Pool:
             print(f"{path} is of an older form, without rounds to go on from: its {held} rows are "
                   "replaced by what is measured", flush=True)  # fmt: skip
         elif before.get("rounds"):
-            pool.runs = {one["run"]: one for one in before["environment"]["runs"]}
-            pool.rounds = [dict(zip(COLUMNS, line, strict=True)) for line in before["rounds"]]
-            pool.facts = before["facts"]
+            pool._load()
         run["run"] = 1 + max(pool.runs, default=0)
         return pool
+
+    def _load(self) -> None:
+        """What the file has of earlier runs."""
+        try:
+            self.runs = {one["run"]: one for one in self.before["environment"]["runs"]}
+            lines = [dict(zip(COLUMNS, line, strict=True)) for line in self.before["rounds"]]
+            self.rounds, self.facts = lines, self.before["facts"]
+            if lost := {line["run"] for line in [*lines, *self.facts]} - self.runs.keys():
+                raise ValueError(f"environment.runs lacks {sorted(lost)}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise SystemExit(_damaged(self.path, error)) from None
 
     @property
     def generations(self) -> int:
@@ -163,7 +172,7 @@ class Pool:
         why: Counter[str] = Counter()
         kept: list[dict[str, Any]] = []
         for line in [line for line in self.rounds if line["w"] == width.w]:
-            other = _other(self.runs.get(line["run"]), run)
+            other = _other(self.runs[line["run"]], run)
             why.update([other] if other else [])
             kept += [] if other else [line]
         lengths = {line["concurrency"]: line["new_tokens"] for line in kept}  # the newest
@@ -237,10 +246,12 @@ def _read(path: Path, fresh: bool) -> dict[str, Any]:
     except ValueError as error:
         if fresh:
             return {}
-        raise SystemExit(
-            f"{path} is no result file: {error}. Restore it, or replace it with --fresh."
-        ) from None
+        raise SystemExit(_damaged(path, error)) from None
     return EMPTY | found
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    return f"{path} is no result file: {error}. Restore it, or replace it with --fresh."
 
 
 def _same_form(environment: dict[str, Any]) -> bool:
@@ -254,10 +265,8 @@ def _kind(run: dict[str, Any]) -> dict[str, Any]:
     return {"sources of the guard": run["guard"]["sources"], **same}
 
 
-def _other(held: dict[str, Any] | None, run: dict[str, Any]) -> str:
+def _other(held: dict[str, Any], run: dict[str, Any]) -> str:
     """The first thing in which an earlier run is not like another, in words; empty if none is."""
-    if held is None:
-        return "a run that the file does not know"
     now = _kind(run)
     found = [f"other {name} ({value}, not {now[name]})" for name, value in _kind(held).items()
              if value != now[name]]  # fmt: skip

@@ -247,6 +247,15 @@ def test_a_file_that_is_no_result_is_said_before_anything_starts(lab: Lab, text:
     assert _only(_rows(lab.run("--fresh")), "blocks") == (4,)
 
 
+def test_rounds_that_no_run_is_named_for_are_said_before_anything_starts(lab: Lab) -> None:
+    found = lab.run()
+    found["environment"]["runs"][0]["run"] = 3
+    lab.put(found)
+    with pytest.raises(SystemExit, match=r"no result file: environment\.runs lacks \[1\]"):
+        lab.run()
+    assert lab.asked == []
+
+
 def test_a_run_that_is_killed_leaves_its_rounds_and_the_next_goes_on(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
