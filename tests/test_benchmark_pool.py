@@ -80,7 +80,9 @@ class Played:
         pass
 
     def probe(self) -> dict[str, Any]:
-        if self.cell.tool in ("off", "control", "control2", self.lab.silent):
+        if self.cell.tool == self.lab.silent:
+            return {}
+        if self.cell.tool in ("off", "control", "control2"):
             return {"gpu_bytes": 7}
         return {"verify_steps": 100, "steps_checked": 100, "findings": 0, "gpu_bytes": 9,
                 "recorder": {"dumps": 1}}  # fmt: skip
@@ -282,6 +284,10 @@ def test_an_engine_whose_probe_is_silent_is_not_counted_as_nothing(lab: Lab) -> 
     lab.run()
     found = lab.run()
     assert _only(_rows(found), "verify_steps", "uncounted") == (400, 2)
+    lab.silent = "guard"
+    found = lab.run()
+    assert _only(_rows(found), "verify_steps", "uncounted") == (600, 3)
+    assert _only(_rows(found), "gpu_bytes") == (9,)  # of the newest run that knows it
 
 
 def test_the_control_resolves_a_percent_or_the_note_says_that_it_does_not(lab: Lab) -> None:
@@ -297,6 +303,7 @@ def test_a_round_has_a_line_of_few_bytes(lab: Lab) -> None:
     found = lab.run(generations=2)
     lines = [line for line in lab.out.read_text().splitlines() if line.startswith("  [8,")]
     assert len(lines) == len(found["rounds"]) == 24
+    assert " " not in lines[0].strip().rstrip(",")
     # ten runs of 27 rounds of each of six cases, with six engines; other numbers are longer
     assert 10 * 6 * 27 * 1.3 * max(map(len, lines)) < 0.7e6
     assert found["environment"]["block"] == [
