@@ -1,11 +1,11 @@
 """A branch of a captured graph: the check runs beside the forward pass and holds nothing up.
 
 In line, at the head of the graph, it does: nothing else runs there, and after a pass over the
-model's weights neither its code nor what it reads lies in a cache, so that two microseconds become
-more than ten. A branch has to be joined before the capture ends, or the capture fails. SGLang calls
-`capture_tail_hooks` of the model runner there, and a warm-up pass, of which it makes two, shows
-whether it does: without that the check stays in line. So it does where the pass itself writes what
-the check reads.
+model's weights neither its code nor what it reads lies in a cache. A branch has to be joined before
+the capture ends, or the capture fails. SGLang calls `capture_tail_hooks` of the model runner there,
+and a warm-up pass, of which it makes two, shows whether it does: without that the check stays in
+line. So it does where the pass itself writes what the check reads, and where SGLang keeps to a part
+of the processor (`enable_pdmux`), in which our stream is not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Branch:
         that write them in place exist, as Gemma 3 does its positions.
         """
         sure, self._sure = self._sure is runner, None
-        if not self._cuda or not isinstance(getattr(runner, TAIL, None), list):
+        args = getattr(runner, "server_args", None)
+        tail = getattr(runner, TAIL, None)
+        if not self._cuda or not isinstance(tail, list) or getattr(args, "enable_pdmux", False):
             yield
         elif not torch.cuda.is_current_stream_capturing():
             self._open = False

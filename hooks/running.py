@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddtree_guard.hooks.checker import Checker
@@ -15,11 +15,15 @@ class Running:
     which nothing else is known yet; `steps` counts steps, and is the id of the newest. `stray`: a
     verify graph is replayed while none runs, as an idle rank of DP attention does.
 
-    `view` makes the view of a launch. Other threads may ask `busy` only.
+    `view` makes the view of a launch. `quick`: a replay may wait for a launch alone, as long as the
+    guard has had no `faults`. Other threads may ask `busy` only.
     """
 
-    def __init__(self, view: Callable[[Record, Any, Any, str], View]) -> None:
-        self.view = view
+    def __init__(
+        self, view: Callable[[Record, Any, Any, str], View], faults: Mapping[str, int]
+    ) -> None:
+        self.view, self.faults = view, faults
+        self.quick = True
         self.batch: Any = None
         self.queued: tuple[Any, Any, Any] | None = None
         self.known: Record | None = None
@@ -36,7 +40,7 @@ class Running:
         """Launch what the replay of a graph needs, where that is all it needs. Whether it is."""
         # a replay waits for this, and no cache is warm: each line is a microsecond
         begun = self.batch
-        if begun is None or self.known is not None:
+        if begun is None or self.known is not None or self.faults or not self.quick:
             return False
         launch = checker.ready_made.get((id(backend), getattr(batch, "batch_size", None)))
         if launch is None:

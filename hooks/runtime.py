@@ -88,7 +88,7 @@ class ServerGuard:
         self.metrics = metrics or Metrics(rank)
         self.journal = journal or Journal(config.log)
         self.digests = digests
-        self.fuses = Fuses(strict=config.mode is Mode.RAISE, told=self._faulted)
+        self.fuses = Fuses(strict=config.mode is Mode.RAISE, told=self.metrics.fault)
         self.taints = Taints()
         self.certificates = Certificates()
         self.witness: Any = None  # `witness.Witness`: a DDTREE worker's own outputs
@@ -96,15 +96,14 @@ class ServerGuard:
         self.coverage = Coverage()
         self.flight = Flight(config, run, rank, self.metrics)
         self.evidence: Any = None  # `evidence.Evidence`: hears of every finding
-        self.running = Running(self._view)
+        self.running = Running(self._view, self.fuses.faults)
         self._runners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         self._open: dict[int, tuple[Any, Record]] = {}
         self._reports: list[PatchReport] = []
         self.hooks: dict[tuple[str, str], HookStatus] = {}
         self.shadow = shadow_for(config, self.fuses, self._target, self.guard.rules)
-        # replays may wait for a launch alone; shadow mode sees a step before attention
-        self.quick = not self.shadow.on
+        self.running.quick = not self.shadow.on  # it sees a step before attention
         self.depth = 0  # nested builds: a backend that calls its parent's, or wraps another
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -120,10 +119,6 @@ class ServerGuard:
         except ImportError as error:  # SGLang's own module does not import here
             return HookStatus(hook, False, f"{type(error).__name__}: {error}")
         return status(hook, report)
-
-    def _faulted(self, site: str, disarmed: bool) -> None:
-        self.quick = False
-        self.metrics.fault(site, disarmed)
 
     def remove(self) -> tuple[str, ...]:
         """Put every original back. A sentence for each that somebody else has replaced since."""
@@ -210,7 +205,7 @@ class ServerGuard:
         waits for this, and the GPU for it: what is not for the device is left to `study`.
         """
         try:
-            if self.quick and path == "graph" and self.running.queue(self.checker, backend, batch):
+            if path == "graph" and self.running.queue(self.checker, backend, batch):
                 return
         except Exception as error:
             if self.fuses.passes("build", error):

@@ -66,7 +66,7 @@ def _plant_next(rule: str) -> None:
     from ddtree_guard.hooks import arm
 
     guard: Any = arm.GUARDS[-1]
-    checker, guard.quick = guard.checker, False
+    checker, guard.running.quick = guard.checker, False
     build = checker.build
 
     def planted(record: Any, view: Any) -> None:

@@ -28,7 +28,7 @@ def plant_at(guard: Any, plan: dict[str, Any]) -> None:
     elif site is Site.COMMIT:
         _lengths(guard, plan)
     else:
-        guard.quick = False  # from now on each step is built whole
+        guard.running.quick = False  # from now on each step is built whole
         _before(guard.checker, "build", _launch, plan)
     plan["from"] = max(first, guard.begun + 1)
 

@@ -42,7 +42,7 @@ def plant_next(guard: Any, rule: str, stays: bool = False) -> None:
     """Plant the rule's fault in the next launch that a guard judges, or in all that follow."""
     from ddtree_guard.testing.plant import plant
 
-    build, guard.quick = guard.checker.build, False
+    build, guard.running.quick = guard.checker.build, False
 
     def planted(record: Any, view: Any) -> None:
         plant(rule, view)
@@ -57,7 +57,7 @@ def planter(guard: Any, target: Path) -> None:
     """Before the guard's own part of the build site: plant what the file asks for."""
     from ddtree_guard.testing.plant import plant
 
-    build, guard.quick = guard.checker.build, False
+    build, guard.running.quick = guard.checker.build, False
 
     def planted(record: Any, view: Any) -> None:
         if target.exists() and view.bs >= 2:

@@ -286,3 +286,13 @@ def test_a_fault_of_the_comparison_is_none_of_sglangs(
     monkeypatch.setattr(torch, "equal", lambda *pair: 1 / 0)
     assert capture.run(False, read=[torch.zeros(2)]) == IN_LINE
     assert capture.run(True, read=[torch.zeros(2)]) == IN_LINE
+
+
+def test_a_part_of_the_processor_has_it_in_line(start: Callable[..., Capture]) -> None:
+    capture = start()
+    capture.runner.server_args = SimpleNamespace(enable_pdmux=True)
+    capture.run(False)
+    assert capture.run(True) == IN_LINE
+    capture.runner.server_args.enable_pdmux = False
+    capture.run(False)
+    assert capture.run(True) == BESIDE

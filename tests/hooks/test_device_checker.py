@@ -65,7 +65,7 @@ def _plant_next(
 ) -> None:
     from ddtree_guard.testing.plant import plant
 
-    build, guard.quick = guard.checker.build, False
+    build, guard.running.quick = guard.checker.build, False
 
     def planted(record: Any, view: Any) -> None:
         plant(rule, view, request)

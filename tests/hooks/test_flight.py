@@ -71,7 +71,7 @@ def test_the_ring_holds_what_was_launched(
 
     server, guard = start(small_case(algorithm, graph), device)
     seen: list[Any] = []
-    build, guard.quick = guard.checker.build, False
+    build, guard.running.quick = guard.checker.build, False
 
     def built(record: Any, view: Any) -> None:
         build(record, view)
