@@ -13,9 +13,11 @@ Steps get longer with the text, so rows of other lengths are not to be compared.
 The probe times each replay (`testing.replays`): `graph_us` of the GPU, `gap_us` to the next one,
 `launch_us`, `forward_us` and `step_us` of the host, as the median and the mean of the middle 80 %
 over steady steps, those behind the first eight of a block. `runs` has the steps and the median
-`graph_us` of each block, in their order, `graph_low` and `graph_high` the 95 % interval of the
-median one: of one engine, it knows nothing of how engines differ. `beside` is
-the number of graphs whose check is on a branch.
+`graph_us` of each block, in order; `graph_low` and `graph_high` are the 95 % interval of the median
+block. `graph_to_off` is how much longer a block's replays took than those of `off` in the same
+round. Both are of one engine, and know nothing of how engines differ. A GPU that has nothing else
+to do waits for the launch: `graph_us` then has part of `launch_us` in it. `beside` is the number of
+graphs whose check is on a branch.
 """
 
 from __future__ import annotations
@@ -198,12 +200,27 @@ def guard_faults(one: dict[str, Any]) -> list[str]:
 
 def table(found: list[dict[str, Any]], part: str, engines: tuple[str, ...]) -> list[str]:
     """Lines of one part's medians: a row a width and number of requests, a column an engine."""
-    lines = [f"{part:>11}{'requests':>9}" + "".join(f"{tool:>11}" for tool in engines)]
+    lines = [f"{part:>13}{'requests':>9}" + "".join(f"{tool:>11}" for tool in engines)]
     for w, load, mine in cases(found):
         medians = [mine.get(tool, {}).get(part, {}).get("median") for tool in engines]
         shown = ("-" if median is None else f"{median:.1f}" for median in medians)
-        lines.append(f"{f'w={w}':>11}{load:>9}" + "".join(f"{text:>11}" for text in shown))
+        lines.append(f"{f'w={w}':>13}{load:>9}" + "".join(f"{text:>11}" for text in shown))
     return lines
+
+
+def compare(found: list[dict[str, Any]]) -> None:
+    """Each row beside that of `off`, block by block: `graph_to_off`, how much longer the median
+    replay of a block took than in the same round there, in us, and its 95 % interval.
+    """
+    for _, _, mine in cases(found):
+        off = mine.get("off", {}).get("runs", [])
+        for one in mine.values():
+            pairs = list(zip(one["runs"], off, strict=False))
+            if len(one["runs"]) == len(off) == one["blocks"] and len(pairs) > 1:
+                added = [run[1] - other[1] for run, other in pairs]
+                low, high = (round(end, 2) for end in interval(added))
+                median = round(statistics.median(added), 2)
+                one["graph_to_off"] = {"median": median, "low": low, "high": high}
 
 
 def note(found: list[dict[str, Any]]) -> str:
@@ -226,6 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     failed: dict[str, str] = {}
     found = measure(options, failed)
+    compare(found)
     wrong = faults(found, options)
     result = {
         "environment": {
@@ -237,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
     if found:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    for part in ("graph_us", "forward_us"):
+    for part in ("graph_us", "graph_to_off", "launch_us", "forward_us"):
         print("\n".join(table(found, part, options.engines)))
     for text in (result["environment"]["note"], *wrong, *failed.values()):
         print(text)

@@ -104,9 +104,26 @@ def test_engines_take_turns_and_rows_are_of_what_came_behind_the_warm_up(
     assert lines[0].split() == ["graph_us", "requests", "off", "control", "guard", "in_line"]
     assert lines[1].split() == ["w=8", "1", "6001.0", "6011.0", "6005.0", "6016.0"]
     assert lines[6].split() == ["w=64", "32", "6032.0", "6042.0", "6036.0", "6047.0"]
-    assert lines[7].split()[0] == "forward_us"
+    assert [lines[7 * at].split()[0] for at in range(4)] == [
+        "graph_us", "graph_to_off", "launch_us", "forward_us"
+    ]  # fmt: skip
     assert "differ by up to 10 us" in result["environment"]["note"]
     assert set(result["environment"]["guard"]) == {"version", "sources", "device"}
+
+
+def test_blocks_are_compared_with_those_of_the_same_round(bench: Any) -> None:
+    drift = [0.0, 300.0, 100.0, 900.0, 500.0, 200.0]
+
+    def one(engine: str, added: list[float], blocks: int = 6, load: int = 8) -> dict[str, Any]:
+        runs = [[40, 6000 + base + more] for base, more in zip(drift, added, strict=False)]
+        return {"w": 8, "requests": load, "engine": engine, "blocks": blocks, "runs": runs}
+
+    guard = one("guard", [10, 12, 11, 14, 9, 11])
+    lost, alone = one("twin", [1] * 5), one("guard", [5] * 6, load=1)
+    bench.compare([one("off", [0] * 6), guard, lost, alone])
+    assert guard["graph_to_off"] == {"median": 11.0, "low": 9.5, "high": 13.0}
+    assert "graph_to_off" not in lost  # which round it was of is not known
+    assert "graph_to_off" not in alone
 
 
 def test_all_requests_of_a_block_fit_into_the_pool_and_the_context(bench: Any) -> None:
