@@ -226,11 +226,15 @@ def test_short_blocks_and_unequal_work_are_told(
     assert "no two engines" in result["environment"]["note"]
 
 
-def test_nothing_is_written_over_where_no_engine_starts(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", ["no engine", "no replays"])
+def test_nothing_is_written_over_where_nothing_was_measured(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     (tmp_path / "replay_time.json").write_text("{}")
-    monkeypatch.setattr(Child, "dead", "off")
+    if fault == "no engine":
+        monkeypatch.setattr(Child, "dead", "off")
+    else:
+        monkeypatch.setattr(Child, "probe", lambda child: {})
     code, result = run(bench, tmp_path, "--w", "8", "--engines", "off")
     assert (code, result) == (1, {})
 
