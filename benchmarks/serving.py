@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VOCAB, CONTEXT = 32_000, 8192
 ANSWERED_S = 1.3  # until a probe that was asked has written
 FEW = 64  # tokens of the EAGLE cells: a random drafter then hits now and then
+PLACES = ("in_line", "late")  # of `ddtree_guard.testing.places`
 ALGORITHMS = ("NONE", "NGRAM", "DFLASH", "EAGLE", "DDTREE")
 SHAPES = {
     "small": {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16,
@@ -44,11 +45,13 @@ SHAPES = {
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One engine. `tool` is off, guard, control (a second off), twin (a second guard), control2 and
-    twin2 (third ones), kv_canary or async_assert; `w` the verify width. `site` is a folder with
-    another SGLang than the interpreter's, put first on the path; `release` names it. `gpu` and
-    `cpus` are what its processes may use; all that there is by default. `pool` is the number of KV
-    slots, `sizes` the captured batch sizes; `asked` lets the probe write only when it is asked,
-    `times` has it measure the host time of our sites, `turns` what they add to a step.
+    twin2 (third ones), kv_canary or async_assert; or guarded with the check at another place of the
+    graph: in_line, late, and in_line2, late2 (second ones). `w` is the verify width. `site` is a
+    folder with another SGLang than the interpreter's, put first on the path; `release` names it.
+    `gpu` and `cpus` are what its processes may use; all that there is by default. `pool` is the
+    number of KV slots, `sizes` the captured batch sizes; `asked` lets the probe write only when it
+    is asked, `times` has it measure the host time of our sites, `turns` what they add to a step,
+    `replays` the GPU time of verify replays and the host's around them, also without a guard.
     """
 
     algorithm: str
@@ -72,12 +75,18 @@ class Cell:
     asked: bool = False
     times: bool = False
     turns: bool = False
+    replays: bool = False
     folder: str = "/tmp/ddtree-guard-bench"
 
     @property
     def vocab(self) -> int:
         """Size of the vocabulary."""
         return FEW if self.algorithm == "EAGLE" else VOCAB
+
+    @property
+    def place(self) -> str:
+        """Where the check stands in a graph, of PLACES; empty: where the guard puts it."""
+        return kind if (kind := kind_of(self.tool)) in PLACES else ""
 
     @property
     def name(self) -> str:
@@ -93,6 +102,12 @@ class Cell:
     def path(self, name: str) -> Path:
         """A file of this cell."""
         return Path(self.folder) / self.name / name
+
+
+def kind_of(tool: str) -> str:
+    """What a tool does: off, or guard, or one of those that differ from both."""
+    known = {"control": "off", "control2": "off", "twin": "guard", "twin2": "guard"}
+    return known.get(tool) or tool.removesuffix("2")
 
 
 def write_model(folder: Path, shape: str, vocab: int = VOCAB) -> dict[str, Path]:
@@ -175,7 +190,7 @@ def environment(cell: Cell) -> dict[str, str]:
     values = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "SGLANG_DDTREE_GUARD": "log" if cell.tool in ("guard", "twin", "twin2") else "off",
+        "SGLANG_DDTREE_GUARD": "log" if kind_of(cell.tool) in ("guard", *PLACES) else "off",
         "SGLANG_DDTREE_GUARD_DEPTH": cell.depth,
         "SGLANG_DDTREE_GUARD_DUMP_DIR": str(cell.path("dumps")),
         "SGLANG_DDTREE_GUARD_SHADOW_EVERY": str(cell.shadow),
@@ -188,6 +203,11 @@ def environment(cell: Cell) -> dict[str, str]:
         "DDTREE_GUARD_PROBE_ASKED": "on" if cell.asked else "",
         "DDTREE_GUARD_PROBE_TIMES": "on" if cell.times else "",
         "DDTREE_GUARD_PROBE_TURNS": "on" if cell.turns else "",
+        "DDTREE_GUARD_PROBE_REPLAYS": "on" if cell.replays else "",
+        **{
+            f"DDTREE_GUARD_PROBE_{place.upper()}": "on" if cell.place == place else ""
+            for place in PLACES
+        },
         "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
         "SGLANG_DISABLED_MODEL_ARCHS": unused_models({"llama", "llama_eagle"}),
         "OMP_NUM_THREADS": "2",

@@ -11,6 +11,10 @@ or a benchmark puts one on the path; it is no part of an installed guard. It rea
                                      steps from then on
     DDTREE_GUARD_PROBE_TIMES=on      measure the host time of the guard's part of every site
     DDTREE_GUARD_PROBE_TURNS=on      measure steps with the guard's sites and without, in turns
+    DDTREE_GUARD_PROBE_REPLAYS=on    time verify replays of an NGRAM engine, also without a guard;
+                                     with ASKED those since it was last asked
+    DDTREE_GUARD_PROBE_IN_LINE=on    keep the check in line with the forward pass, see `places`
+    DDTREE_GUARD_PROBE_LATE=on       capture the check last, on its branch
 
 Further faults: each line added to the file that is named like FILE, ending in .plant, is a rule,
 planted at once.
@@ -33,6 +37,7 @@ from typing import Any, ClassVar
 
 from ddtree_guard.config import setting
 from ddtree_guard.hooks import arm
+from ddtree_guard.testing import places, replays
 from ddtree_guard.testing.live import plant_at
 
 PERIOD_S = 0.5
@@ -40,8 +45,11 @@ KEPT = 4000  # newest times of a site and batch size
 
 
 def load() -> None:
-    """Start the probe's thread in this process; it waits until the process has a guard."""
+    """Start the probe's thread in this process; it waits until the process has a guard. Where the
+    check stands is settled before: graphs may be captured by the time that the thread looks.
+    """
     if setting("DDTREE_GUARD_PROBE"):
+        places.place()
         threading.Thread(target=_run, name="ddtree-guard-probe", daemon=True).start()
 
 
@@ -54,8 +62,11 @@ def _run() -> None:
     asked = bool(setting("DDTREE_GUARD_PROBE_ASKED"))
     watch: Stopwatch | None = None
     turns: Turns | None = None
+    timer: replays.Replays | None = None
     while True:
         time.sleep(PERIOD_S)
+        if timer is None and setting("DDTREE_GUARD_PROBE_REPLAYS"):
+            timer = replays.arm()
         if arm.GUARDS and watch is None and setting("DDTREE_GUARD_PROBE_TIMES"):
             watch = Stopwatch(arm.GUARDS[-1])
         if arm.GUARDS and turns is None and setting("DDTREE_GUARD_PROBE_TURNS"):
@@ -64,7 +75,8 @@ def _run() -> None:
             continue
         if not arm.GUARDS:
             if gpu_bytes():  # a scheduler without a guard
-                _write(target, {"gpu_bytes": gpu_bytes(), "gpu_allocated": gpu_allocated()})
+                held = {"gpu_bytes": gpu_bytes(), "gpu_allocated": gpu_allocated()}
+                _write(target, held | _replayed(timer, asked))
             continue
         guard = arm.GUARDS[-1]
         for rule, step_id in [*first, *((name, 1) for name in _asked(target))][len(plans) :]:
@@ -73,8 +85,16 @@ def _run() -> None:
             plant_at(guard, plans[-1])
         times: dict[str, Any] = {} if watch is None else {"host_us": watch.table()}
         times |= {} if turns is None else {"turns": turns.table()}
+        times |= _replayed(timer, asked)
         first_plan = plans[0] if plans else None
         _write(target, {**counters(guard), "planted": first_plan, "plants": plans, **times})
+
+
+def _replayed(timer: replays.Replays | None, asked: bool) -> dict[str, Any]:
+    """What the replays of this process took; nothing where they are not timed."""
+    if timer is None:
+        return {}
+    return {"replays": timer.table(forget=asked), "replays_lost": timer.lost}
 
 
 def _asked(target: Path) -> list[str]:

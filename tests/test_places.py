@@ -1,0 +1,161 @@
+"""The probe's other places of the check, in captures whose streams note what is queued on them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ddtree_guard.hooks.branch import Branch  # noqa: E402
+from ddtree_guard.hooks.device import GraphChecks  # noqa: E402
+from ddtree_guard.testing import places  # noqa: E402
+
+IN_LINE = ["check on main", "pass on main", "own hook on main"]
+BESIDE = ["side behind main", "check on side", "pass on main", "main behind side",
+          "own hook on main"]  # fmt: skip
+LATE = ["side behind main", "pass on main", "check on side", "main behind side",
+        "own hook on main"]  # fmt: skip
+
+
+class Stream:
+    def __init__(self, name: str, queued: list[str]) -> None:
+        self.name, self.queued, self.capturing = name, queued, False
+
+    def wait_stream(self, other: Stream) -> None:
+        assert other.capturing or not self.capturing  # else it would leave the capture
+        self.queued.append(f"{self.name} behind {other.name}")
+        self.capturing = other.capturing
+
+
+class FullCudaGraphBackend:
+    """A capture in one piece."""
+
+
+class Capture:
+    """Passes as SGLang makes them of a batch size: two to warm up, and the captured one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued: list[str] = []
+        self.main, self.side = Stream("main", self.queued), Stream("side", self.queued)
+        self.current = self.main
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.side)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self._on)
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda: self.current.capturing
+        )
+        self.graphs = SimpleNamespace(backend=FullCudaGraphBackend())
+        self.runner = SimpleNamespace(capture_tail_hooks=[lambda *rest: self._queue("own hook")])
+        self.checks = object.__new__(GraphChecks)
+        self.checks.branch = Branch(torch.device("cuda"))
+        self.checks._operands = {"key": "operands"}  # type: ignore[dict-item]
+        self.checks.check = SimpleNamespace(check=self._check)  # type: ignore[assignment]
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        self.current, before = stream, self.current
+        yield
+        self.current = before
+
+    def _queue(self, what: str) -> None:
+        self.queued.append(f"{what} on {self.current.name}")
+
+    def _check(self, operands: Any) -> None:
+        assert operands == "operands"
+        self._queue("check")
+
+    def run(self, capturing: bool, dies: bool = False) -> list[str]:
+        """One pass; what it queued."""
+        self.queued.clear()
+        self.main.capturing, self.side.capturing = capturing, False
+        with self.checks.branch.beside(self.runner, ()):
+            self.checks.in_graph("key")
+        self._queue("pass")
+        if not dies:
+            for hook in list(self.runner.capture_tail_hooks):
+                hook(self.graphs, None, None, 8)
+        return list(self.queued)
+
+    def shape(self) -> list[list[str]]:
+        return [self.run(capturing) for capturing in (False, False, True)]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Capture]:
+    for owner, name in ((Branch, "beside"), (Branch, "join"), (GraphChecks, "in_graph")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back behind the test
+
+    def make(**asked: str) -> Capture:
+        for name, value in asked.items():
+            monkeypatch.setenv(f"DDTREE_GUARD_PROBE_{name}", value)
+        places.place()
+        return Capture(monkeypatch)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [({}, BESIDE), ({"IN_LINE": "on"}, IN_LINE), ({"LATE": "on"}, LATE), ({"LATE": ""}, BESIDE)],
+    ids=["beside", "in line", "late", "unset"],
+)
+def test_the_check_stands_where_it_is_asked_for(
+    start: Callable[..., Capture], asked: dict[str, str], expected: list[str]
+) -> None:
+    capture = start(**asked)
+    for _ in range(3):  # batch sizes
+        assert capture.shape() == [IN_LINE, IN_LINE, expected]
+    assert capture.checks.branch.joined == (0 if expected is IN_LINE else 3)
+    assert len(capture.runner.capture_tail_hooks) == 1
+
+
+@pytest.mark.parametrize("warms", [True, False])
+def test_the_late_check_of_a_capture_that_died_is_in_no_other_graph(
+    start: Callable[..., Capture], warms: bool
+) -> None:
+    capture = start(LATE="on")
+    capture.shape()
+    capture.run(False)
+    assert capture.run(True, dies=True) == LATE[:2]
+    if warms:
+        assert capture.shape() == [IN_LINE, IN_LINE, LATE]
+    else:
+        assert capture.run(True) == IN_LINE
+
+
+def test_late_checks_of_two_workers_are_each_on_their_own_branch(
+    start: Callable[..., Capture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(LATE="on")
+    first.run(False)
+    first.run(True, dies=True)
+    other = Capture(monkeypatch)
+    assert other.shape()[-1] == LATE
+    assert first.queued == LATE[:2]
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    yield importlib.import_module("serving")
+    sys.modules.pop("serving")
+
+
+def test_places_are_the_ones_that_a_benchmark_can_name(serving: Any, tmp_path: Path) -> None:
+    assert set(serving.PLACES) == set(places.PLACES)
+    for tool, place in (("late2", "late"), ("in_line", "in_line"), ("twin2", ""), ("control", "")):
+        cell = serving.Cell("NGRAM", tool=tool, replays=True, folder=str(tmp_path))
+        asked = {name: serving.environment(cell)[f"DDTREE_GUARD_PROBE_{name.upper()}"]
+                 for name in places.PLACES}  # fmt: skip
+        assert [name for name, value in asked.items() if value] == ([place] if place else [])
+        guarded = serving.environment(cell)["SGLANG_DDTREE_GUARD"]
+        assert guarded == ("off" if tool == "control" else "log")
+        assert serving.environment(cell)["DDTREE_GUARD_PROBE_REPLAYS"] == "on"
