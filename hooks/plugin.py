@@ -13,6 +13,7 @@ from ddtree_guard.attention.backend import install
 from ddtree_guard.config import PREFIX, Backend, Config, Mode, TreeConfig, setting
 from ddtree_guard.ddtree import algorithm
 from ddtree_guard.errors import GuardError, IncompatibleError, UsageError
+from ddtree_guard.guard import Guard
 from ddtree_guard.hooks.arm import GUARDS, scheduler_patch
 from ddtree_guard.hooks.evidence import note_not_active
 from ddtree_guard.hooks.facts import SUPPORTED, release
@@ -64,6 +65,7 @@ def activate(env: Mapping[str, str] | None = None) -> PatchReport | None:
     if config.backend is Backend.CORRECTED or config.mode is not Mode.OFF:
         check_host()
     if config.mode is not Mode.OFF:
+        Guard(config)  # a misspelt rule is said now, not when the server is up
         _INSTALLED.append(_hook_scheduler(config))
     tree_config = TreeConfig.from_env() if env is None else TreeConfig.from_env(env)
     report = install(_choice(config.backend, tree_config))

@@ -24,6 +24,7 @@ import ddtree_guard
 from ddtree_guard.config import Config, TreeConfig, export, setting
 from ddtree_guard.doctor.deployment import FIELDS
 from ddtree_guard.errors import GuardError, IncompatibleError
+from ddtree_guard.guard import Guard
 from ddtree_guard.hooks import arguments, boot, plugin
 from ddtree_guard.hooks.facts import CLASS, facts_of, release, unknown_buffers
 from ddtree_guard.hooks.fuses import Fuses
@@ -134,6 +135,7 @@ def _plugin() -> dict[str, Any]:
     }
     try:
         config = Config.from_env()
+        Guard(config)  # knows the rules' names
         values["incident"] = TreeConfig.from_env().incident
         values |= {"mode": config.mode.value, "backend": config.backend.value}
         values["warnings"] = list(config.warnings)

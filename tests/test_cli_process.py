@@ -52,6 +52,15 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_reader_that_has_seen_enough_is_no_finding(broken: str) -> None:
+    """`show DUMP | head`, also where rich prints: it would end the process with 1."""
+    read, write = os.pipe()
+    os.close(read)
+    done = child("show", broken, stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_a_full_disk_is_one_sentence() -> None:
     with open("/dev/full", "w") as full:

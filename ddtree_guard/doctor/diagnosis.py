@@ -160,7 +160,10 @@ def troubles(survey: Mapping[str, Any]) -> list[Trouble]:
 
 def _right_value(complaint: str) -> str:
     """A variable and one of the values that the complaint about it lists."""
-    name, right = complaint.partition("=")[0], complaint.partition("Use one of: ")[2]
+    name, given, _ = complaint.partition("=")
+    if not given:
+        name = f"{PREFIX}_RULES"  # complaints about a rule name the rule alone
+    right = complaint.partition("Use one of: ")[2]
     values = right.rstrip(".").split(", ") if right else []
     return f"{name}={'log' if 'log' in values else values[0]}" if values else f"correct {name}"
 

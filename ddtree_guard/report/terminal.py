@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from ddtree_guard.fold import WIDTH, columns, fold
 from ddtree_guard.render import plain
@@ -35,9 +35,15 @@ def console(file: TextIO | None = None) -> Console:
 
     file = file or sys.stdout
     width = min(columns(), WIDTH)
-    if Console(file=file).no_color:
-        return Console(file=file, highlight=False, width=width, color_system=None)
-    return Console(file=file, highlight=False, width=width)
+    bare: dict[str, Any] = {"color_system": None} if Console(file=file).no_color else {}
+    made = Console(file=file, highlight=False, width=width, **bare)
+    made.on_broken_pipe = _reader_gone  # type: ignore[method-assign]
+    return made
+
+
+def _reader_gone() -> NoReturn:
+    """rich would end the process with 1, which is the code of a finding."""
+    raise BrokenPipeError
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:

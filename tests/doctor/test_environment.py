@@ -88,6 +88,8 @@ CASES: dict[str, tuple[dict[str, Any], int, str, str]] = {
                        "cannot find the plugin", "`pip install .` in a checkout"),
     "not called": ({"plugin__loaded": False}, 3, "SGLang did not call it", "correct that"),
     "setting": ({"plugin__setting": SETTING}, 3, "warn is not a mode", "SGLANG_DDTREE_GUARD=log"),
+    "rule": ({"plugin__setting": "no rule is called 'A22'. Nearest: A2"}, 3, "called 'A22'",
+             "correct SGLANG_DDTREE_GUARD_RULES"),
     "hook": ({"hooks": [HOOK, MOVED]}, 3, "hook build (guard) is changed", "adapter"),
     "another hook": ({"hooks": [{**MOVED, "part": "DDTREE"}], "sglang__release": "0.5.20"}, 0,
                      "READY", ""),

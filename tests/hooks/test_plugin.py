@@ -136,6 +136,16 @@ def test_wrong_value_is_logged_and_does_not_reach_sglang(
         plugin.activate({f"{PREFIX}_BACKEND": "fixed"})
 
 
+def test_a_misspelt_rule_is_said_before_the_server_is_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(PREFIX, "log")
+    monkeypatch.setenv(f"{PREFIX}_RULES", "-A22")
+    plugin.load()
+    assert "NOT ACTIVE: no rule is called 'A22'" in caplog.text
+    assert "our bug" not in caplog.text
+
+
 def test_unknown_variable_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     plugin.activate({f"{PREFIX}_BACKND": "stock", f"{PREFIX}_BACKEND": "stock"})
     assert f"did you mean {PREFIX}_BACKEND?" in caplog.text
