@@ -128,9 +128,7 @@ def cells(options: argparse.Namespace) -> list[Cell]:
 def measure(options: argparse.Namespace, failed: dict[str, str]) -> list[dict[str, Any]]:
     """Start everything, measure each GPU's widths one after another, stop."""
     end, found = time.monotonic() + options.seconds - 8, []
-    benches = [
-        Bench(w, {}, {}, [Case(load, length_of(w, load)) for load in LOADS]) for w in options.w
-    ]
+    benches = [Bench(w, {}, [Case(load, length_of(w, load)) for load in LOADS]) for w in options.w]
     made = [Child(cell) for cell in cells(options)]
 
     def work(mine: list[Bench]) -> None:
