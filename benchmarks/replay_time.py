@@ -33,10 +33,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from files import sources
 from rounds import ENGINES, Case, interval
 from server_overhead import Bench, processors, start, where
 from serving import ANSWERED_S, PLACES, ROOT, Cell, Child, kind_of
-from soak import sources
 
 CHOSEN = ("off", "control", "guard", "in_line")
 KNOWN = (*ENGINES, *(f"{place}{more}" for place in PLACES for more in ("", "2")))
