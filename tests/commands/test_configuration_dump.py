@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_every_reader_answers(
     assert code == {"check": 1, "ranks": 2, "recompute": 2}.get(command, 0), said
     if as_json and code != 2:
         json.loads(said)
-    assert "-1" not in said or as_json
+    assert as_json or not re.search(r"(?<![\w-])-1(?!\d)", said)  # a folder may be called x-1
 
 
 def test_show_says_that_there_are_no_requests(
