@@ -15,9 +15,10 @@ import time
 from typing import Any
 
 from ddtree_guard.config import Config, Mode, setting
+from ddtree_guard.hooks import arm
 from ddtree_guard.hooks.boot import excluded_by
 from ddtree_guard.testing.cases import VerifyCase
-from ddtree_guard.testing.plant import plant
+from ddtree_guard.testing.on_demand import plant_next
 from ddtree_guard.testing.server import MiniServer
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ def main(choice: str = "corrected", algorithm: str = "DDTREE") -> None:
         while pending:
             server.resolve(*pending.pop())
         if what == "plant":
-            _plant_next(value)
+            plant_next(arm.GUARDS[-1], value)
         elif what == "hang":
             time.sleep(600)
         else:
@@ -59,22 +60,6 @@ def main(choice: str = "corrected", algorithm: str = "DDTREE") -> None:
             if what == "late":
                 pending.append(server.step(overlap=True))
         print(f"ANSWER {server.steps}", flush=True)
-
-
-def _plant_next(rule: str) -> None:
-    """Plant the rule's fault in the next step, at its last request."""
-    from ddtree_guard.hooks import arm
-
-    guard: Any = arm.GUARDS[-1]
-    checker, guard.running.quick = guard.checker, False
-    build = checker.build
-
-    def planted(record: Any, view: Any) -> None:
-        plant(rule, view)
-        checker.build = build
-        build(record, view)
-
-    checker.build = planted
 
 
 if __name__ == "__main__":
