@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,68 +16,37 @@ torch = pytest.importorskip("torch")
 from ddtree_guard.hooks.branch import Branch  # noqa: E402
 from ddtree_guard.hooks.device import GraphChecks  # noqa: E402
 from ddtree_guard.testing import places  # noqa: E402
+from ddtree_guard.testing.captures import FullCudaGraphBackend, Streams  # noqa: E402
 
 IN_LINE = ["check on main", "pass on main", "own hook on main"]
-BESIDE = ["side behind main", "check on side", "pass on main", "main behind side",
+BESIDE = ["side waits for main", "check on side", "pass on main", "main waits for side",
           "own hook on main"]  # fmt: skip
-LATE = ["side behind main", "pass on main", "check on side", "main behind side",
+LATE = ["side waits for main", "pass on main", "check on side", "main waits for side",
         "own hook on main"]  # fmt: skip
 
 
-class Stream:
-    def __init__(self, name: str, queued: list[str]) -> None:
-        self.name, self.queued, self.capturing = name, queued, False
-
-    def wait_stream(self, other: Stream) -> None:
-        assert other.capturing or not self.capturing  # else it would leave the capture
-        self.queued.append(f"{self.name} behind {other.name}")
-        self.capturing = other.capturing
-
-
-class FullCudaGraphBackend:
-    """A capture in one piece."""
-
-
-class Capture:
+class Capture(Streams):
     """Passes as SGLang makes them of a batch size: two to warm up, and the captured one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.queued: list[str] = []
-        self.main, self.side = Stream("main", self.queued), Stream("side", self.queued)
-        self.current = self.main
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.side)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self._on)
-        monkeypatch.setattr(
-            torch.cuda, "is_current_stream_capturing", lambda: self.current.capturing
-        )
+        super().__init__(monkeypatch.setattr)
         self.graphs = SimpleNamespace(backend=FullCudaGraphBackend())
-        self.runner = SimpleNamespace(capture_tail_hooks=[lambda *rest: self._queue("own hook")])
+        self.runner = SimpleNamespace(capture_tail_hooks=[lambda *rest: self.queue("own hook")])
         self.checks = object.__new__(GraphChecks)
         self.checks.branch = Branch(torch.device("cuda"))
         self.checks._operands = {"key": "operands"}  # type: ignore[dict-item]
         self.checks.check = SimpleNamespace(check=self._check)  # type: ignore[assignment]
 
-    @contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        self.current, before = stream, self.current
-        yield
-        self.current = before
-
-    def _queue(self, what: str) -> None:
-        self.queued.append(f"{what} on {self.current.name}")
-
     def _check(self, operands: Any) -> None:
         assert operands == "operands"
-        self._queue("check")
+        self.queue("check")
 
     def run(self, capturing: bool, dies: bool = False) -> list[str]:
         """One pass; what it queued."""
-        self.queued.clear()
-        self.main.capturing, self.side.capturing = capturing, False
+        self.begin(capturing)
         with self.checks.branch.beside(self.runner, ()):
             self.checks.in_graph("key")
-        self._queue("pass")
+        self.queue("pass")
         if not dies:
             for hook in list(self.runner.capture_tail_hooks):
                 hook(self.graphs, None, None, 8)

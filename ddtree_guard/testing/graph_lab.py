@@ -26,6 +26,7 @@ from ddtree_guard.hooks.device import TREE, GraphChecks, buffers_of_backend
 from ddtree_guard.step import Contract, Graph, Step
 from ddtree_guard.testing import fakes
 from ddtree_guard.testing.batches import dummy_spec, verify_batch
+from ddtree_guard.testing.captures import FullCudaGraphBackend
 from ddtree_guard.testing.cases import Inputs, VerifyCase, make_inputs
 from ddtree_guard.testing.standins import build_backend, fill_pools, oracle, runner_of
 from ddtree_guard.testing.steps import GRAPH_PADS, paint_mask
@@ -51,10 +52,6 @@ class Replay:
     verdict: Verdict
     step: Step
     output: Any
-
-
-class FullCudaGraphBackend:
-    """Named like SGLang's, whose captures are in one piece."""
 
 
 @dataclass

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,62 +10,28 @@ import pytest
 import torch
 
 from ddtree_guard.hooks.branch import Branch
-
-
-class Stream:
-    """Notes what waits for what."""
-
-    def __init__(self, name: str, queued: list[str]) -> None:
-        self.name, self.queued, self.capturing = name, queued, False
-
-    def wait_stream(self, other: Stream) -> None:
-        assert other.capturing or not self.capturing  # else it would leave the capture
-        self.queued.append(f"{self.name} waits for {other.name}")
-        self.capturing = other.capturing
-
-
-class FullCudaGraphBackend:
-    """A capture in one piece."""
+from ddtree_guard.testing.captures import FullCudaGraphBackend, Streams
 
 
 class BreakableCudaGraphBackend:
     """A capture in several."""
 
 
-class Capture:
+class Capture(Streams):
     """Passes as SGLang's graph runner makes them: two to warm up, then the captured one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-        self.queued: list[str] = []
-        self.main, self.side = Stream("main", self.queued), Stream("side", self.queued)
-        self.current = self.main
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.side)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self._on)
-        monkeypatch.setattr(
-            torch.cuda, "is_current_stream_capturing", lambda: self.current.capturing
-        )
+        super().__init__(monkeypatch.setattr)
         self.graphs = SimpleNamespace(backend=backend)
         self.runner = SimpleNamespace(capture_tail_hooks=[self._own])
         self.branch = Branch(torch.device("cuda"))
 
-    @contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        self.current, before = stream, self.current
-        yield
-        self.current = before
-
     def _own(self, graphs: Any, *rest: Any) -> None:
-        self.queued.append(f"own hook on {self.current.name}")
-
-    def begin(self, capturing: bool) -> None:
-        """Whatever was captured before has come to its end."""
-        self.queued.clear()
-        self.main.capturing, self.side.capturing = capturing, False
+        self.queue("own hook")
 
     def check(self, read: Any = (), branch: Branch | None = None) -> None:
         with (branch or self.branch).beside(self.runner, read):
-            self.queued.append(f"check on {self.current.name}")
+            self.queue("check")
 
     def end(self) -> list[str]:
         """The tail of a pass; all that the pass queued."""
