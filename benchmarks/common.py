@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+from files import put
 
 
 def environment() -> dict[str, Any]:
@@ -29,10 +30,7 @@ def environment() -> dict[str, Any]:
 
 def write(path: Path, result: Any) -> None:
     """Write JSON by way of a temporary name: a killed run leaves the last whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    spare = path.with_suffix(".tmp")
-    spare.write_text(json.dumps(result, indent=1) + "\n")
-    spare.rename(path)
+    put(path, json.dumps(result, indent=1) + "\n")
 
 
 def spread(sample: list[float]) -> dict[str, float]:

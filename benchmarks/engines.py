@@ -22,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from files import put
+
 # What SGLang loads in an engine of ours. The last two do nothing unless a variable asks them to.
 PLUGINS = {
     "ddtree_guard": "ddtree_guard.hooks.plugin:load",
@@ -252,6 +254,4 @@ def tail(path: Path, lines: int = 25) -> str:
 
 def save(path: Path, value: Any) -> None:
     """Write JSON so that a reader never sees half of it."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value))
-    part.replace(path)
+    put(path, json.dumps(value))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,19 @@ def sources() -> dict[str, str]:
     return {"version": __version__, "sources": hashes[0], "device": hashes[1]}
 
 
-def write(path: Path, value: dict[str, Any]) -> None:
-    """Rewrite a file as a whole: whoever is killed leaves the last one."""
+def put(path: Path, text: str) -> None:
+    """Rewrite a file as a whole: whoever is killed leaves the last one, and several may write the
+    same at the same time.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(lines_of(value))
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    part.write_text(text)
     part.replace(path)
+
+
+def write(path: Path, value: dict[str, Any]) -> None:
+    """Write a result with a row a line."""
+    put(path, lines_of(value))
 
 
 def lines_of(value: dict[str, Any]) -> str:

@@ -9,10 +9,10 @@ what a CUDA driver does: kernels are launched into nothing, events have always h
 resolved when the next one is queued, as the overlapping scheduler does. `us` is the median of each
 site in the tenth of the run that was disturbed least; `dispatches` counts calls of torch's
 dispatcher, each of which costs some microseconds more where it launches something on a GPU;
-`launches` are those of our own kernels. With --cold, other Python
-code and other memory are used before each site, as a scheduler does between them: the caches of the
-processor hold little of ours then, and a site takes several times as long. With --profile, the
-functions in which the time goes are printed.
+`launches` are those of our own kernels. With --cold, other Python code and other memory are used
+before each site, as a scheduler does between them: the caches of the processor hold little of ours
+then, and a site takes several times as long. With --profile, the functions in which the time goes
+are printed.
 """
 
 from __future__ import annotations

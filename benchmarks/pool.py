@@ -3,9 +3,9 @@ later run may go on from.
 
 Beside its rows a file has `rounds`, a list of what `environment.round` names each, and their blocks
 of what `environment.block` does; `facts`, one for each engine that was started; and
-`environment.runs`. Rows are always made
-of all rounds that are kept. Rounds can be pooled if the guard's sources, the model's shape, the
-release, the device and the requests were the same; each width has rounds of one such kind only.
+`environment.runs`. Rows are always made of all rounds that are kept. Rounds can be pooled if the
+guard's sources, the model's shape, the release, the device and the requests were the same; each
+width has rounds of one such kind only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from files import write
-from rounds import ENGINES, FIELDS, TOOLS, Block, Case, Round, rounds_of, summary
+from rounds import FIELDS, SIDES, TOOLS, Block, Case, Round, rounds_of, summary
 
-SIDES = {"off": ENGINES[::2], "guard": ENGINES[1::2]}
 COUNTED = ("verify_steps", "steps_checked", "findings", "violations_logged", "dumps")
 COLUMNS = ("w", "concurrency", "tool", "new_tokens", "run", "generation", "visit", "off", "mine")
 _PLACE = ("run", "generation")  # of a fact

@@ -29,14 +29,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from files import sources
+from files import put, sources
 from rounds import ENGINES, Case, interval
-from server_overhead import Bench, processors, start, where
-from serving import ANSWERED_S, PLACES, ROOT, Cell, Child, kind_of
+from server_overhead import Bench, asked, numbers, processors, start, stop, where
+from serving import PLACES, ROOT, Cell, Child, kind_of
 
 CHOSEN = ("off", "control", "guard", "in_line")
 KNOWN = (*ENGINES, *(f"{place}{more}" for place in PLACES for more in ("", "2")))
@@ -73,10 +72,7 @@ def lane(bench: Bench, deadline: float, steps: dict[tuple[str, int], list[int]])
 
 def read(bench: Bench) -> dict[str, dict[str, Any]]:
     """What each engine's probe says, once it rests; takes a second."""
-    for child in bench.children.values():
-        child.ask_probe()
-    time.sleep(ANSWERED_S)
-    return {tool: child.probe() for tool, child in bench.children.items()}
+    return dict(zip(bench.children, asked(bench.children.values()), strict=True))
 
 
 def rows(bench: Bench, steps: dict[tuple[str, int], list[int]]) -> list[dict[str, Any]]:
@@ -153,8 +149,7 @@ def measure(options: argparse.Namespace, failed: dict[str, str]) -> list[dict[st
         for thread in threads:
             thread.join()
     finally:
-        with ThreadPoolExecutor(len(made)) as pool:
-            list(pool.map(lambda child: child.stop(0.3), made))
+        stop(made)
     return sorted(found, key=lambda one: (one["w"], one["requests"]))
 
 
@@ -251,8 +246,7 @@ def main(argv: list[str] | None = None) -> int:
         "rows": found, "failed": failed, "faults": wrong,
     }  # fmt: skip
     if any(one["n"] for one in found):  # else what was measured before stays
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        put(options.out, json.dumps(result, indent=1) + "\n")
     for part in ("graph_us", "graph_to_off", "launch_us", "forward_us"):
         print("\n".join(table(found, part, options.engines)))
     for text in (result["environment"]["note"], *wrong, *failed.values()):
@@ -262,17 +256,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--w", type=_widths, default=[8, 64], help="verify widths")
+    parser.add_argument("--w", type=numbers, default=[8, 64], help="verify widths")
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=[""])
     parser.add_argument("--seconds", type=float, default=200.0, help="in all, start included")
     parser.add_argument("--shape", default="8b", choices=("8b", "small"))
     parser.add_argument("--engines", type=_engines, default=CHOSEN, help=f"of {', '.join(KNOWN)}")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/replay_time.json")
     return parser
-
-
-def _widths(text: str) -> list[int]:
-    return list(dict.fromkeys(int(word) for word in text.split(",")))
 
 
 def _engines(text: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 TOOLS = ("kv_canary", "async_assert")
 COUPLES = (("off", "guard"), ("control", "twin"), ("control2", "twin2"))  # without a guard, with it
 ENGINES = tuple(itertools.chain(*COUPLES))  # the ones that matter most first
+SIDES = dict(zip(COUPLES[0], zip(*COUPLES, strict=True), strict=True))
 MODES = {"guard": "log", "kv_canary": "log", "control": "off"}
 FIELDS = ("tokens_per_s", "took_s", "step_s", "steps", "tokens", "p99_s")  # kept of a block
 Block = dict[str, Any]

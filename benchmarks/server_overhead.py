@@ -42,7 +42,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -209,17 +209,30 @@ def start(benches: list[Bench], made: list[Child], deadline: float, failed: dict
             child.stop(0.3)
 
 
+def asked(children: Iterable[Child]) -> list[dict[str, Any]]:
+    """What each engine's probe says, once it rests; takes a second."""
+    held = list(children)
+    for child in held:
+        child.ask_probe()
+    time.sleep(ANSWERED_S)
+    return [child.probe() for child in held]
+
+
+def stop(children: list[Child]) -> None:
+    """End all engines at once."""
+    with ThreadPoolExecutor(len(children) or 1) as threads:
+        list(threads.map(lambda child: child.stop(0.3), children))
+
+
 def count(benches: list[Bench]) -> None:
     """What the probes counted, into the facts. Takes a second; the engines have to be idle."""
     children = [(bench.facts[tool][-1], child)
                 for bench in benches for tool, child in bench.children.items()]  # fmt: skip
-    for _, child in children:
-        child.ask_probe()
-    time.sleep(ANSWERED_S)
     names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "gpu_allocated",
              "pinned_bytes", "threads_s", "beside")  # fmt: skip
-    for fact, child in children:
-        probe, log = child.probe(), child.cell.path("log.txt").read_text(errors="replace")
+    told = asked([child for _, child in children])
+    for (fact, child), probe in zip(children, told, strict=True):
+        log = child.cell.path("log.txt").read_text(errors="replace")
         fact |= {name: probe.get(name) for name in names}
         fact["violations_logged"] = log.count("iolation")
         fact["dumps"] = probe.get("recorder", {}).get("dumps")
@@ -301,8 +314,7 @@ def live(
             thread.join()
         count(benches)
     finally:
-        with ThreadPoolExecutor(len(made) or 1) as threads:
-            list(threads.map(lambda child: child.stop(0.3), made))
+        stop(made)
 
 
 def join(ready: list[Bench], pool: Pool) -> None:
@@ -344,7 +356,7 @@ def begun(options: argparse.Namespace) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--w", type=_numbers, default=[64, 8], help="verify widths")
+    parser.add_argument("--w", type=numbers, default=[64, 8], help="verify widths")
     parser.add_argument("--seconds", type=float, default=540.0, help="in all, start included")
     parser.add_argument("--generations", type=int, default=2, choices=range(1, 10))
     parser.add_argument("--blocks", type=int, default=120, help="of a case and generation, at most")
@@ -365,7 +377,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(int(word) for word in text.split(",")))  # an engine has one name
 
 

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from engines import unused_models
+from files import put
+from rounds import SIDES
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB, CONTEXT = 32_000, 8192
@@ -106,8 +108,8 @@ class Cell:
 
 def kind_of(tool: str) -> str:
     """What a tool does: off, or guard, or one of those that differ from both."""
-    known = {"control": "off", "control2": "off", "twin": "guard", "twin2": "guard"}
-    return known.get(tool) or tool.removesuffix("2")
+    kinds = (kind for kind, names in SIDES.items() if tool in names)
+    return next(kinds, tool.removesuffix("2"))
 
 
 def write_model(folder: Path, shape: str, vocab: int = VOCAB) -> dict[str, Path]:
@@ -135,16 +137,8 @@ def write_model(folder: Path, shape: str, vocab: int = VOCAB) -> dict[str, Path]
     paths = {}
     for name, config in configs.items():
         paths[name] = folder / f"{shape}-{vocab}" / name
-        _put(paths[name] / "config.json", json.dumps(config, indent=1))
+        put(paths[name] / "config.json", json.dumps(config, indent=1))
     return paths
-
-
-def _put(path: Path, text: str) -> None:
-    """Write a file whole: several children write the same ones at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    part.write_text(text)
-    part.replace(path)
 
 
 def engine_options(cell: Cell, models: dict[str, Path]) -> dict[str, Any]:
@@ -226,12 +220,12 @@ def write_plugins(site: Path) -> Path:
     if not [e for e in entry_points(group="sglang.srt.plugins") if e.name == "ddtree_guard"]:
         names["ddtree_guard"] = "ddtree_guard.hooks.plugin:load"
     info = site / "ddtree_guard_probe-0.dist-info"
-    _put(info / "METADATA", "Metadata-Version: 2.1\nName: ddtree-guard-probe\nVersion: 0\n")
+    put(info / "METADATA", "Metadata-Version: 2.1\nName: ddtree-guard-probe\nVersion: 0\n")
     if find_spec("deep_gemm") is None:
         # EAGLE's graph runner imports a backend that it does not use here, and that imports this
-        _put(site / "deep_gemm.py", '"""Stands in for a library that is not installed."""\n')
+        put(site / "deep_gemm.py", '"""Stands in for a library that is not installed."""\n')
     lines = [f"{name} = {target}" for name, target in names.items()]
-    _put(info / "entry_points.txt", "\n".join(["[sglang.srt.plugins]", *lines, ""]))
+    put(info / "entry_points.txt", "\n".join(["[sglang.srt.plugins]", *lines, ""]))
     return site
 
 

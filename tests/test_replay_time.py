@@ -19,7 +19,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
     module = importlib.import_module("replay_time")
     monkeypatch.setattr(module, "Child", Child)
-    monkeypatch.setattr(module, "ANSWERED_S", 0.0)
+    monkeypatch.setattr(sys.modules["server_overhead"], "ANSWERED_S", 0.0)
     Child.made = []
     yield module
     for name in ("replay_time", "server_overhead", "rounds", "serving", "soak"):
