@@ -2,8 +2,9 @@
 
 SGLang calls `init_forward_metadata_in_graph(forward_batch)` of the attention backend inside the
 captured region; the check goes there and reads the very buffers that the attention kernel reads.
-Everything else happens eagerly: warm-up before capture, and K3 and K4 before a replay, because
-SGLang records "read done" for `req_to_token` before the replay, so that a read inside races.
+Everything else happens eagerly: warm-up before capture, and trees, K3 and K4 before a replay. Where
+SGLang records "read done" for `req_to_token` before the replay, a read inside races; where it does
+not and the trees stay in their place, the graph does that too (told.py).
 
 How a graph knows bs: the guard's own `live_count`, one int32 on the device, that what is launched
 before a replay writes. SGLang has no such buffer; it pads lanes by value (length 1, slot 0).
@@ -61,6 +62,7 @@ class GraphChecks:
     certificates: dict[Hashable, Certificate] = field(default_factory=dict)
     branch: Branch = field(init=False)
     _operands: dict[Hashable, Operands] = field(default_factory=dict)
+    _inside: dict[Hashable, Operands] = field(default_factory=dict)
     _befores: dict[Hashable, Before] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,13 +72,18 @@ class GraphChecks:
     def before_capture(
         self, key: Hashable, parts: Mapping[str, Any], buffers: Buffers, shape: Shape,
         table: tuple[Any, Any] | None = None, pack: Pack | None = None,
+        inside: Operands | None = None,
     ) -> None:  # fmt: skip
         """Bind, compile and warm the kernels, and take the certificate. Outside the capture.
 
         `parts` is the key as names and values; `table` is (req_to_token, its rows per lane); `pack`
-        is what the check packs for the recorder. A graph captured again replaces its certificate.
+        is what the check packs for the recorder; `inside` goes before the check, into the graph. A
+        graph captured again replaces its certificate.
         """
         self._operands[key] = self.check.bind(buffers, shape, pack=pack)
+        self._inside.pop(key, None)
+        if inside is not None:
+            self._inside[key] = inside
         if table is not None:
             self._befores[key] = self.check.bind_before(buffers, shape, *table)
             self._befores[key](0)
@@ -87,6 +94,8 @@ class GraphChecks:
 
     def in_graph(self, key: Hashable) -> None:
         """Record the check; call it from `init_forward_metadata_in_graph`."""
+        if key in self._inside:
+            self._inside[key].launch()
         self.check.check(self._operands[key])
 
     def captured(self) -> None:
@@ -101,4 +110,5 @@ class GraphChecks:
         """Drop all graphs: weight update, resume, or another speculation width."""
         self.certificates.clear()
         self._operands.clear()
+        self._inside.clear()
         self._befores.clear()

@@ -78,12 +78,16 @@ class DeviceChecker:
             return
         checks = self._checks(view)
         launch = self._launches[_key(view)] = self._bound.graph(view, self.tape)
-        parts = {"BS": launch.shape.lanes, "w": launch.shape.w, "mask": launch.buffers.mask is None}
-        checks.before_capture(_key(view), parts, launch.buffers, launch.shape, pack=launch.pack)
-        if launch.shape.contract.chain or hasattr(view.batch.spec_info, "parents"):
+        launch.told.forget()  # what follows tells of no requests
+        if launch.chain or hasattr(view.batch.spec_info, "parents"):
             launch.before(0)
         else:  # compiled now, for links as SGLang makes them
             launch.before(0, LINKS, *(checks.check.state,) * 3)
+            launch.foresee(checks.check, view.batch.req_pool_indices)
+        parts = {"BS": launch.shape.lanes, "w": launch.shape.w, "mask": launch.buffers.mask is None}
+        checks.before_capture(
+            _key(view), parts, launch.buffers, launch.shape, pack=launch.pack, inside=launch.inside
+        )
 
     def capture(self, view: View) -> None:
         """Record the check. Nothing is bound, allocated or read here."""
@@ -165,6 +169,7 @@ class DeviceChecker:
         if self.graphs is not None and isinstance(record.ticket, Launch):
             launch, outcome = record.ticket, None
             try:
+                self._catch_up(record, launch)
                 outcome = launch.outcome(self.graphs.check, record.outcome)
             except Exception:
                 record.why = "its walk could not be judged"
@@ -172,6 +177,22 @@ class DeviceChecker:
             finally:  # a step whose walk cannot be judged must not pass to the next one
                 self._close(outcome)
                 record.ticket = (self._closed, launch)
+
+    def _catch_up(self, record: Record, launch: Launch) -> None:
+        """A replay for which nothing was launched has looked at the last step's bs and at trees in
+        the same place. Where it should have looked elsewhere, the step is checked again.
+        """
+        assert self.graphs is not None
+        assert record.view is not None
+        spec = record.view.batch.spec_info
+        if record.ahead:
+            if launch.foreseen(spec):
+                return
+            launch.told.forget()
+            self._close(None)
+            launch.begin(spec, record.view.bs)
+            self.graphs.check.check(launch.verify)
+        launch.learn(spec)
 
     def verify(self, record: Record) -> None:
         """Close the step where no walk did, and queue the copy of the verdict."""

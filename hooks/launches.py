@@ -17,7 +17,7 @@ import torch
 
 from ddtree_guard.config import Depth
 from ddtree_guard.device.before import Before
-from ddtree_guard.device.edges import LINKS, PARENTS
+from ddtree_guard.device.edges import LINKS, PARENTS, TOLD
 from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.device.operands import (
     MAX_LANES,
@@ -36,6 +36,7 @@ from ddtree_guard.hooks.facts import Facts, facts_of
 from ddtree_guard.hooks.links import links_of
 from ddtree_guard.hooks.observe import verify_width
 from ddtree_guard.hooks.record import Walk
+from ddtree_guard.hooks.told import Told, reads_to_the_end
 from ddtree_guard.hooks.view import RAGGED, View, lanes_of
 
 EAGER = 32  # kinds of eager steps that are kept
@@ -50,10 +51,10 @@ class Launch:
     the replay; `rewritten`: the graph changes what the check reads; `pack` is what it packs for the
     recorder, see hooks/tape.py.
 
-    No graph holds the slot table: `before` is launched from here, eagerly, with the `table` that
-    `runner` had when it was bound. `rebind` makes it anew for another one. `owner` is a reference
-    to the backend of eager steps. `live` is how many requests the device was told of last. `spec`,
-    `mode` and `may_be_ragged`: see `told_by`.
+    `before` is launched from here, eagerly, with the `table` that `runner` had when it was bound.
+    `rebind` makes it anew for another one. `inside` is the same in the graph, for steps of which
+    `told` knows everything. `owner` is a reference to the backend of eager steps. `live` is how
+    many requests the device was told of last. `spec`, `mode` and `may_be_ragged`: see `told_by`.
     """
 
     shape: Shape
@@ -65,6 +66,8 @@ class Launch:
     runner: Any
     table: Any
     rebind: Callable[[Any], Before]
+    told: Told
+    inside: Operands | None = None
     recorded: bool = False
     rewritten: bool = False
     owner: Any = None
@@ -97,6 +100,8 @@ class Launch:
         if table is not self.table:
             self._move(table)
         self.live = bs
+        if self.told.live:
+            self.told.live = bs
         if self.chain:
             self.before(bs)
             return
@@ -104,8 +109,31 @@ class Launch:
         if parents is not None:
             self.before(bs, PARENTS, parents, spec.depths, spec.tree_sizes)
             return
-        child, sibling = links_of(spec)
+        links = child, sibling = links_of(spec)
+        if self.told.live and not self.told.keeps(links):
+            self.told.forget()
         self.before(bs, LINKS, child, sibling, sibling)
+
+    def foresee(self, check: DeviceCheck, rows: Any) -> None:
+        """Bind what the graph is to hold of `before`."""
+        given = (self.told.cell,) * 3
+        self.inside = check.bind_table(
+            self.buffers, self.shape, self.table, rows, trees=TOLD, given=given
+        )
+
+    def learn(self, spec: Any) -> None:
+        """A step of it was launched: the next one may need no more than its replay."""
+        if self.inside is not None and not self.rewritten and self._reads_on():
+            self.told.learn(links_of(spec), self.live)
+
+    def foreseen(self, spec: Any) -> bool:
+        """Whether a replay for which nothing was launched has looked at this step."""
+        return self._reads_on() and self.told.keeps(links_of(spec))
+
+    def _reads_on(self) -> bool:
+        """Whether a graph may read the slot table that it was captured with."""
+        runner = self.runner
+        return runner.req_to_token_pool.req_to_token is self.table and reads_to_the_end(runner)
 
     def told_by(self, batch: Any) -> bool:
         """From now on a replay of this kind may be told by the class of its spec info and by its
@@ -119,6 +147,7 @@ class Launch:
         """Somebody has given the server another slot table."""
         before, self.before = self.before, self.rebind(table)
         self.before.moved, self.table = before.moved, table
+        self.inside = None  # the graph knows the old one only, and is told of nothing any more
 
     def outcome(self, check: DeviceCheck, walk: Walk | None) -> Operands | None:
         """The end of the step for this walk; None where no walk was seen."""
@@ -167,6 +196,7 @@ class Binder:
 
     def __init__(self, check: DeviceCheck, live_count: Any, depth: Depth) -> None:
         self.check, self.live_count, self.depth = check, live_count, depth
+        self.told = Told(check.device)
         self.eager: dict[Any, Launch] = {}
         self._facts: dict[type, Facts] = {}  # to look at a class takes longer than the rest
 
@@ -238,7 +268,9 @@ class Binder:
         table, rows = runner.req_to_token_pool.req_to_token, batch.req_pool_indices
         rebind = functools.partial(self.check.bind_before, buffers, shape, rows=rows)
         before, kind, chain = rebind(table), (view.state, view.path), shape.contract.chain
-        return Launch(shape, buffers, verify, before, kind, chain, runner, table, rebind, pack=pack)
+        return Launch(
+            shape, buffers, verify, before, kind, chain, runner, table, rebind, self.told, pack=pack
+        )
 
 
 def _new_trees(lanes: int, w: int, device: Any) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Record:
     those of the device when its verdict has arrived. `ticket` belongs to the checker, `note` to the
     recorder, which has `kept` the step, `shadow` and `rows` to shadow mode. `mark` is the device's
     number of this step, which names its slot in the ring; `w` the step's width.
-    `studied`: what could wait until the step was queued is done.
+    `studied`: what could wait until the step was queued is done. `ahead`: nothing was launched
+    before its replay.
     `reused`: what the launch read may belong to another forward by now, and explains nothing.
     `doubt`: the host has seen something that only the whole step can put into words. `why`: the
     reason for which the step cannot be checked. What is not given lies in the class until it is
@@ -51,6 +52,7 @@ class Record:
     checked: bool = field(default=False, init=False)
     settled: bool = field(default=False, init=False)
     studied: bool = field(default=False, init=False)
+    ahead: bool = field(default=False, init=False)
     w: int = field(default=0, init=False)
     mark: int = field(default=0, init=False)
     ticket: Any = field(default=None, init=False)

@@ -12,8 +12,9 @@ from ddtree_guard.hooks.view import View, ragged
 
 class Running:
     """`batch` is the step's, while one runs; `queued` the backend, batch and launch of a replay of
-    which nothing else is known yet; `steps` counts steps, and is the id of the newest. `stray`: a
-    verify graph is replayed while none runs, as an idle rank of DP attention does.
+    which nothing else is known yet, and whether it went `ahead`, with nothing launched before it;
+    `steps` counts steps, and is the id of the newest. `stray`: a verify graph is replayed while
+    none runs, as an idle rank of DP attention does.
 
     `view` makes the view of a launch. `quick`: a replay may wait for a launch alone, as long as the
     guard has had no `faults`. Other threads may ask `busy` only.
@@ -25,7 +26,7 @@ class Running:
         self.view, self.faults = view, faults
         self.quick = True
         self.batch: Any = None
-        self.queued: tuple[Any, Any, Any] | None = None
+        self.queued: tuple[Any, Any, Any, bool] | None = None
         self.known: Record | None = None
         self.steps = 0
         self.stray = False
@@ -52,12 +53,17 @@ class Running:
             or (launch.may_be_ragged and ragged(batch))
         ):
             return False
+        requests = len(begun.reqs)
+        if launch.inside is not None and 0 < requests == launch.told.live:
+            launch.live = requests
+            self.queued = backend, batch, launch, True
+            return True
         try:
-            launch.begin(spec, len(begun.reqs))
+            launch.begin(spec, requests)
         except Exception:
-            self.queued = backend, batch, None
+            self.queued = backend, batch, None, False
             raise
-        self.queued = backend, batch, launch
+        self.queued = backend, batch, launch, False
         return True
 
     def record(self) -> Record | None:
@@ -65,7 +71,7 @@ class Running:
         if self.known is None and self.batch is not None:
             made = self.known = Record(self.steps, tuple(getattr(self.batch, "reqs", None) or ()))
             if self.queued is not None:
-                backend, batch, made.ticket = self.queued
+                backend, batch, made.ticket, made.ahead = self.queued
                 made.view = self.view(made, backend, batch, "graph")
         return self.known
 

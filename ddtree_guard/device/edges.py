@@ -34,7 +34,8 @@ BEFORE_ARGS = [
     "chunk", "table_rows", "table_cols", "table_stride", "room", "reserved",
 ]  # fmt: skip
 NO_TREES, LINKS, PARENTS = 0, 1, 2  # what a step brings: nothing new, links, or parents and depths
-cPARENTS = _constant(PARENTS)
+TOLD = 5  # links whose addresses lie on the device
+cPARENTS, cTOLD = _constant(PARENTS), _constant(TOLD - LINKS)
 
 
 @triton.jit(do_not_specialize=BEFORE_ARGS, do_not_specialize_on_alignment=BEFORE_ARGS)
@@ -52,13 +53,20 @@ def before_kernel(
 
     `bs` is written to `live_count`; where it is negative it is read from there. With TREES the last
     programs fill `parents` and `depths`: from links `one` and `two`, or from `one`, `two` and
-    `three`, which are parents, depths and sizes (bs, w) or (bs,).
+    `three`, which are parents, depths and sizes (bs, w) or (bs,). With TOLD `one` holds the
+    addresses of two arrays of int64 links instead, (2,) int64; where they are 0 nothing is done.
     """
     lane = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     chunks = tl.num_programs(1)
     held = tl.load(live_count).to(tl.int64)
     live = lane < tl.where(bs >= 0, bs.to(tl.int64), held)
+    child, sibling = one, two
+    if TREES & cTOLD:
+        first = tl.load(one)
+        live = live & (first != 0)
+        child = first.to(tl.pointer_type(tl.int64))
+        sibling = tl.load(one + 1).to(tl.pointer_type(tl.int64))
     if TREES:
         chunks -= 1
     if part < chunks:
@@ -81,7 +89,7 @@ def before_kernel(
                 tl.store(depths + at, load_wide(two, at, row).to(tl.int32), mask=row)
             tl.store(sizes + lane, tl.load(three + lane).to(tl.int32))
         else:
-            parents_of_links(one, two, parents, depths, lane, w, W, ROUNDS)
+            parents_of_links(child, sibling, parents, depths, lane, w, W, ROUNDS)
 
 
 @triton.jit

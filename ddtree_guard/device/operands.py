@@ -230,8 +230,8 @@ def table_operands(
     row_width: int | None = None, reserve: int | None = None, trees: int = NO_TREES,
     given: tuple[Tensor, ...] = (),
 ) -> Operands:  # fmt: skip
-    """Bind `before_kernel`: K3, and K4 where kv_indices are there; with `trees` (LINKS or PARENTS)
-    it fills the trees from the three tensors `given`.
+    """Bind `before_kernel`: K3, and K4 where kv_indices are there; with `trees` (LINKS, PARENTS or
+    TOLD) it fills the trees from the three tensors `given`.
 
     `table` is req_to_token (rows, columns); `rows` (BS,) its row per lane. The first arguments are
     those that a step may change: `given`, bs (-1: read from `live_count`), and `moving`.
@@ -250,7 +250,7 @@ def table_operands(
         shape.reserved,
     )  # fmt: skip
     has_bits = sum(HAS_BITS[name] for name in has & {"tree", "kv_indices"})
-    sizes = sizes_for(shape.w) if trees == LINKS else {"W": 1, "ROUNDS": 1}
+    sizes = sizes_for(shape.w) if trees & LINKS else {"W": 1, "ROUNDS": 1}
     grid = (shape.lanes, chunks + (trees != NO_TREES))
     launch = bind(before_kernel, grid, args, 4, HAS=has_bits, COLS=512, TREES=trees, **sizes)
     return Operands(rules, launch, args)

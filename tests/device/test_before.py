@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddtree_guard.device.edges import LINKS, PARENTS
+from ddtree_guard.device.edges import LINKS, PARENTS, TOLD
 from ddtree_guard.device.from_step import buffers_of, shape_of
 from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.device.operands import moving
@@ -61,6 +61,46 @@ def test_it_writes_bs_and_the_live_trees(kind: int, dtype: torch.dtype) -> None:
     assert buffers.sizes.tolist() == ([7, 7, 7] if kind == LINKS else [9, 9, 7])
     assert (buffers.parents[2] == 7).all()
     assert _rules(check) == ()
+
+
+def _told(step: Step) -> tuple[DeviceCheck, Any, Any, Any]:
+    """As a graph holds it: bs and the addresses of the links lie on the device."""
+    check, buffers, _ = _bound(step)
+    buffers.sizes.fill_(step.w)
+    cell = torch.zeros(2, dtype=torch.int64)
+    table = torch.from_numpy(np.ascontiguousarray(step.slots.req_to_token))
+    bound = check.bind_table(
+        buffers, shape_of(step), table, torch.arange(3), trees=TOLD, given=(cell,) * 3
+    )
+    return check, buffers, cell, bound.launch
+
+
+def test_what_a_graph_was_told_of_nothing_does_nothing() -> None:
+    check, buffers, _, launch = _told(FAULTS["K3"](sound_step(3, **STEP), 1).step)
+    buffers.live_count.fill_(2)
+    launch()
+    assert (buffers.parents == 7).all()
+    assert (buffers.depths == 7).all()
+    assert _rules(check) == ()
+
+
+@pytest.mark.parametrize("live", [1, 2])
+@pytest.mark.parametrize("rule", ["", "K3", "K4"])
+def test_a_graph_finds_bs_and_the_links_on_the_device(rule: str, live: int) -> None:
+    step = sound_step(3, **STEP)
+    step = FAULTS[rule](step, 1).step if rule else step
+    links = step.tree.retrieve_next_token, step.tree.retrieve_next_sibling
+    check, buffers, cell, launch = _told(step)
+    held = [torch.from_numpy(part).to(torch.int64).contiguous() for part in links]
+    cell.copy_(torch.tensor([part.data_ptr() for part in held]))
+    buffers.live_count.fill_(live)
+    launch()
+    tree = with_parents(Tree(retrieve_next_token=links[0], retrieve_next_sibling=links[1]))
+    assert np.array_equal(buffers.parents[:live].numpy(), tree.parents[:live])
+    assert np.array_equal(buffers.depths[:live].numpy(), tree.depths[:live])
+    assert (buffers.parents[live:] == 7).all()
+    assert buffers.live_count.tolist() == [live]
+    assert _rules(check) == ((rule,) if rule and live == 2 else ())
 
 
 @pytest.mark.parametrize("rule", ["K3", "K4"])

@@ -60,7 +60,7 @@ EDGES |= dict.fromkeys(("predict", "accept", "accept_lens", "greedy", "cut"), "*
 EDGES |= dict.fromkeys(("kvi_numel", "chunk", "table_rows", "table_cols", "table_stride"), "i64")
 EDGES |= dict.fromkeys(("room", "reserved", "most"), "i64")
 KNOWN = HAS_BITS["tree"] | HAS_BITS["kv_indices"]
-for trees, width, rounds in ((0, 1, 1), (1, 8, 3), (1, 2048, 11), (2, 1, 1)):
+for trees, width, rounds in ((0, 1, 1), (1, 8, 3), (1, 2048, 11), (2, 1, 1), (5, 64, 6)):
     constants = {"HAS": KNOWN, "COLS": 512, "TREES": trees, "W": width, "ROUNDS": rounds}
     build(edges.before_kernel, constants, EDGES, num_warps=4)
 for has, path in ((0, 1), (HAS_BITS["outcome"], 16)):
