@@ -17,7 +17,7 @@ over steady steps, those behind the first eight of a block. `runs` has the steps
 block. `graph_to_off` is how much longer a block's replays took than those of `off` in the same
 round. Both are of one engine, and know nothing of how engines differ. A GPU that has nothing else
 to do waits for the launch: `graph_us` then has part of `launch_us` in it. `beside` is the number of
-graphs whose check is on a branch.
+graphs whose check is on a branch, `ahead` that of steps with nothing launched before their replay.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POOL, SIZES, PROMPT = 44_000, LOADS, 64  # KV slots, captured batch sizes, token
 LEAST = 30  # steady steps of a block
 SAME = 1.02  # how far the steps of equal blocks may differ: n-grams come in by a thread
 PARTS = ("graph_us", "gap_us", "launch_us", "forward_us", "step_us")
-FACTS = ("verify_steps", "steps_checked", "findings", "faults", "beside")
+FACTS = ("verify_steps", "steps_checked", "findings", "faults", "beside", "ahead")
 
 
 def length_of(w: int, requests: int) -> int:

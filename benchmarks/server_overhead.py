@@ -229,7 +229,7 @@ def count(benches: list[Bench]) -> None:
     children = [(bench.facts[tool][-1], child)
                 for bench in benches for tool, child in bench.children.items()]  # fmt: skip
     names = ("verify_steps", "steps_checked", "findings", "gpu_bytes", "gpu_allocated",
-             "pinned_bytes", "threads_s", "beside")  # fmt: skip
+             "pinned_bytes", "threads_s", "beside", "ahead")  # fmt: skip
     told = asked([child for _, child in children])
     for (fact, child), probe in zip(children, told, strict=True):
         log = child.cell.path("log.txt").read_text(errors="replace")

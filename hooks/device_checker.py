@@ -44,6 +44,7 @@ class DeviceChecker:
         self.ready_made: dict[Any, Launch] = {}
         self._binder: Binder | None = None
         self._stale = False  # captures have left bits of dummy batches
+        self.ahead = 0  # steps for which nothing was launched before their replay
         self._closed = 0  # steps closed; the number of the newest
         self._since = 0  # those before the last reset, from which `Verdict.close` counts
         self._verdicts: dict[int, tuple[int, Verdict]] = {}  # by number; with `_since`
@@ -187,6 +188,7 @@ class DeviceChecker:
         spec = record.view.batch.spec_info
         if record.ahead:
             if launch.foreseen(spec):
+                self.ahead += 1
                 return
             launch.told.forget()
             self._close(None)

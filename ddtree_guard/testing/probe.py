@@ -311,7 +311,7 @@ def counters(guard: Any) -> dict[str, Any]:
         "skipped": dict(coverage.skipped),
         "faults": dict(guard.fuses.faults),
         "checker": guard.checker.kind,
-        "beside": beside(guard),
+        "beside": beside(guard), "ahead": getattr(guard.checker, "ahead", 0),
         "hooks": {name: state.ok for (name, _), state in guard.hooks.items()},
         "shadow": {
             "compared": guard.shadow.compared,
