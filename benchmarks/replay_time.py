@@ -4,11 +4,12 @@
 
 NGRAM engines with graphs and overlap side by side, those of a width on one GPU: two without a guard
 (off and control, which say how far two equal engines differ), one with it, and one whose check is
-captured in line. `--engines` names others: twin and in_line2 are second ones, late has the check
-captured last; a GPU holds about six of the 8b shape. Blocks of 1, 8 and 32 requests go round in
-turns, every other time backwards. The prompts are the same and decoding is greedy, so that the n-th
-step of a block is the same work in all engines: `steps`, of all requests of a block, shows it.
-Steps get longer with the text, so rows of other lengths are not to be compared.
+captured in line. `--engines` names others: twin and in_line2 are second ones, early has the check
+captured where its branch begins, not where it ends; a GPU holds about six of the 8b shape. Blocks
+of 1, 8 and 32 requests go round in turns, every other time backwards. The prompts are the same and
+decoding is greedy, so that the n-th step of a block is the same work in all engines: `steps`, of
+all requests of a block, shows it. Steps get longer with the text, so rows of other
+lengths are not to be compared.
 
 The probe times each replay (`testing.replays`): `graph_us` of the GPU, `gap_us` to the next one,
 `launch_us`, `forward_us` and `step_us` of the host, as the median and the mean of the middle 80 %

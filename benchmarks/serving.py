@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VOCAB, CONTEXT = 32_000, 8192
 ANSWERED_S = 1.3  # until a probe that was asked has written
 FEW = 64  # tokens of the EAGLE cells: a random drafter then hits now and then
-PLACES = ("in_line", "late")  # of `ddtree_guard.testing.places`
+PLACES = ("in_line", "early")  # of `ddtree_guard.testing.places`
 ALGORITHMS = ("NONE", "NGRAM", "DFLASH", "EAGLE", "DDTREE")
 SHAPES = {
     "small": {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16,
@@ -48,7 +48,7 @@ SHAPES = {
 class Cell:
     """One engine. `tool` is off, guard, control (a second off), twin (a second guard), control2 and
     twin2 (third ones), kv_canary or async_assert; or guarded with the check at another place of the
-    graph: in_line, late, and in_line2, late2 (second ones). `w` is the verify width. `site` is a
+    graph: in_line, early, and in_line2, early2 (second ones). `w` is the verify width. `site` is a
     folder with another SGLang than the interpreter's, put first on the path; `release` names it.
     `gpu` and `cpus` are what its processes may use; all that there is by default. `pool` is the
     number of KV slots, `sizes` the captured batch sizes; `asked` lets the probe write only when it

@@ -5,7 +5,8 @@
 2. Wrappers return what the original returned and let its exceptions through; arguments, signatures
    and results are not changed (test_server_loop.py: guarded and unguarded servers send the same).
 3. The guard's own faults are counted per site, said once, and disarm the site; they reach the
-   server only in mode raise, and never out of a graph capture (test_fuses.py, test_server_loop.py).
+   server only in mode raise, and never out of a graph capture (test_fuses.py, test_branch.py,
+   test_server_loop.py).
 4. A clean step does not wait for the device, except the few that are read whole (the first two of
    a state, then one in 16,384; one in 64 at depth full); inside a capture nothing is allocated or
    read (tests/gpu, benchmarks/device_check.py).

@@ -87,7 +87,8 @@ def start(config: Config, scheduler: Any) -> ServerGuard | None:
 def device_checker(guard: ServerGuard) -> Checker:
     """The checker that runs on the GPU, inside SGLang's graphs."""
     module = importlib.import_module("ddtree_guard.hooks.device_checker")
-    made: Checker = module.DeviceChecker(guard.guard, guard.config.depth)
+    internal = functools.partial(guard.fuses.internal, "capture", may_raise=False)
+    made: Checker = module.DeviceChecker(guard.guard, guard.config.depth, internal)
     tape = importlib.import_module("ddtree_guard.hooks.tape")
     made.tape = guard.flight.tape = tape.Tape(guard.flight.recorder)
     return made

@@ -1,17 +1,21 @@
 """A branch of a captured graph: the check runs beside the forward pass and holds nothing up.
 
 In line, at the head of the graph, it does: nothing else runs there, and after a pass over the
-model's weights neither its code nor what it reads lies in a cache. A branch has to be joined before
-the capture ends, or the capture fails. SGLang calls `capture_tail_hooks` of the model runner there,
-and a warm-up pass, of which it makes two, shows whether it does: without that the check stays in
-line. So it does where the pass itself writes what the check reads, and where SGLang keeps to a part
-of the processor (`enable_pdmux`), in which our stream is not.
+model's weights neither its code nor what it reads lies in a cache. The branch begins there, and the
+check waits for no more than it would there, but it is captured last, at the end of the pass: the
+nodes that a replay starts with are the pass's own (`benchmarks/replay_time.py` compares the two).
+
+A branch has to be joined before the capture ends, or the capture fails. SGLang calls
+`capture_tail_hooks` of the model runner there, and a warm-up pass, of which it makes two, shows
+whether it does: without that the check stays in line. So it does where the pass itself writes what
+the check reads, and where SGLang keeps to a part of the processor (`enable_pdmux`), in which our
+stream is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -30,47 +34,62 @@ class Branch:
         # left what the check reads as it was
         self._sure: Any = None
         self._open = False
-        self.joined = 0  # captured passes whose check runs beside them
+        self._waiting: list[Callable[[], None]] = []  # for the end of this pass
+        self._launched = False  # upon the branch of this pass
+        self.joined = 0  # captured passes with a check beside them
         self.rewritten = False  # the newest warm-up pass has changed what the check reads
         self._give_back: Callable[[], None] | None = None  # while a runner's hooks are lent
+        # holds back our exceptions where SGLang calls us
+        self.internal: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    @contextmanager
-    def beside(self, runner: Any, read: Iterable[Any] = ()) -> Iterator[None]:
-        """What is queued within runs beside the rest of the pass that `runner` captures. In line
-        where that is not sure, or nothing is captured. `read`: small tensors that it reads; models
-        that write them in place exist, as Gemma 3 does its positions.
+    def beside(self, runner: Any, launch: Callable[[], None], read: Iterable[Any] = ()) -> None:
+        """What `launch` queues runs beside the rest of the pass that `runner` captures: it is
+        called when the pass has come to its end. At once, and in line, where that is not sure, or
+        nothing is captured. `read`: small tensors that it reads; models that write them in place
+        exist, as Gemma 3 does its positions.
         """
         sure, self._sure = self._sure is runner, None
         args = getattr(runner, "server_args", None)
         tail = getattr(runner, TAIL, None)
         if not self._cuda or not isinstance(tail, list) or getattr(args, "enable_pdmux", False):
-            yield
+            launch()
         elif not torch.cuda.is_current_stream_capturing():
-            self._open = False
             self._at_tail(runner, read)
-            yield
+            launch()
         elif self._forked() or sure:  # forked: by another backend, in this very pass
             if not self._open:
                 self._at_tail(runner)
-            with self.fork():
-                yield
+            self._fork()
+            self._waiting.append(launch)
         else:
-            yield
+            launch()
 
-    @contextmanager
-    def fork(self) -> Iterator[None]:
-        """On the side stream, behind all that is queued so far."""
+    def _fork(self) -> None:
+        """The branch goes on behind all that is queued so far."""
         self._side.wait_stream(torch.cuda.current_stream())
         self._open = True
-        with torch.cuda.stream(self._side):
-            yield
+
+    def launch(self) -> None:
+        """Launch what waits for the end of the pass, one after the other, upon the branch."""
+        waiting, self._waiting = self._waiting, []
+        for check in waiting if self._forked() else ():
+            with self.internal(), torch.cuda.stream(self._side):
+                check()
+                self._launched = True
 
     def join(self) -> None:
-        """The current stream goes on when the branch has ended."""
+        """Launch what waits; the current stream goes on when the branch has ended."""
+        self.launch()
         if self._forked():
-            self.joined += 1
+            self.joined += self._launched
             torch.cuda.current_stream().wait_stream(self._side)
         self._open = False
+
+    def forget(self) -> None:
+        """A pass that did not come to its end leaves nothing to a later one, and keeps nothing."""
+        self._waiting, self._open, self._launched = [], False, False
+        if self._give_back is not None:
+            self._give_back()
 
     def _forked(self) -> bool:
         """Whether there is a branch to be joined: that of a capture that died is none."""
@@ -90,13 +109,13 @@ class Branch:
         """Be called at the end of this pass, once, before the runner's own hooks: they may write
         what the check reads.
         """
-        if self._give_back is not None:
-            self._give_back()  # the pass before did not come to its end
+        self.forget()
         own, known = getattr(runner, TAIL), [(part, part.clone()) for part in read or ()]
 
         def ended(graphs: Any, *rest: Any) -> None:
             give_back()
-            self.join()
+            with self.internal():
+                self.join()
             if read is not None:
                 self._learn(runner, graphs, known)
 

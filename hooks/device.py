@@ -99,8 +99,11 @@ class GraphChecks:
         self.check.check(self._operands[key])
 
     def captured(self) -> None:
-        """All graphs are captured: forget what warm-up batches left in the verdict."""
+        """All graphs are captured: forget what warm-up batches left in the verdict, and what a
+        capture left that died.
+        """
         self.check.reset()
+        self.branch.forget()
 
     def before_replay(self, key: Hashable, bs: int) -> None:
         """Tell the graph how many requests are live, and check slots against the table."""

@@ -7,6 +7,8 @@ set; a few steps are also read to the host, which evaluates the rules that have 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from ddtree_guard.config import Depth
@@ -35,8 +37,11 @@ class DeviceChecker:
     kind = "device"
     tape: Any = None  # the flight recorder's, where there is one
 
-    def __init__(self, guard: Guard, depth: Depth = Depth.FAST) -> None:
-        self.guard, self.depth = guard, depth
+    def __init__(
+        self, guard: Guard, depth: Depth = Depth.FAST, internal: Callable[[], Any] = nullcontext
+    ) -> None:
+        """`internal` holds back what goes wrong where a captured pass ends: SGLang calls there."""
+        self.guard, self.depth, self.internal = guard, depth, internal
         self.host = HostChecker(guard)
         self.graphs: GraphChecks | None = None
         self._launches: dict[Any, Launch] = {}  # of captured graphs
@@ -91,11 +96,16 @@ class DeviceChecker:
         )
 
     def capture(self, view: View) -> None:
-        """Record the check. Nothing is bound, allocated or read here."""
-        checks, launch = self._checks(view), self._launches[_key(view)]
-        with checks.branch.beside(view.runner, launch.rows_read):
-            checks.in_graph(_key(view))
-        launch.recorded, launch.rewritten = True, checks.branch.rewritten
+        """Record the check, here or at the end of the pass. Nothing is bound, allocated or read."""
+        key = _key(view)
+        checks, launch = self._checks(view), self._launches[key]
+        launch.recorded, launch.rewritten = False, checks.branch.rewritten
+
+        def record() -> None:
+            checks.in_graph(key)
+            launch.recorded = True  # else it is launched before each replay
+
+        checks.branch.beside(view.runner, record, launch.rows_read)
         self._changed()
 
     def _changed(self) -> None:
@@ -285,6 +295,7 @@ class DeviceChecker:
     def _checks(self, view: View) -> GraphChecks:
         if self.graphs is None:
             self.graphs = GraphChecks(DeviceCheck(view.batch.seq_lens.device))
+            self.graphs.branch.internal = self.internal
         return self.graphs
 
     @property

@@ -123,17 +123,18 @@ class Launch:
 
     def learn(self, spec: Any) -> None:
         """A step of it was launched: the next one may need no more than its replay."""
-        if self.inside is not None and not self.rewritten and self._reads_on():
+        if self.inside is not None and not self.rewritten and self._by_links(spec):
             self.told.learn(links_of(spec), self.live)
 
     def foreseen(self, spec: Any) -> bool:
         """Whether a replay for which nothing was launched has looked at this step."""
-        return self._reads_on() and self.told.keeps(links_of(spec))
+        return self._by_links(spec) and self.told.keeps(links_of(spec))
 
-    def _reads_on(self) -> bool:
-        """Whether a graph may read the slot table that it was captured with."""
-        runner = self.runner
-        return runner.req_to_token_pool.req_to_token is self.table and reads_to_the_end(runner)
+    def _by_links(self, spec: Any) -> bool:
+        """Whether the trees are links, and the graph may read the slot table that it knows."""
+        table = self.runner.req_to_token_pool.req_to_token
+        trees = getattr(spec, "parents", None) is None
+        return trees and table is self.table and reads_to_the_end(self.runner)
 
     def told_by(self, batch: Any) -> bool:
         """From now on a replay of this kind may be told by the class of its spec info and by its

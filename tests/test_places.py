@@ -14,15 +14,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ddtree_guard.hooks.branch import Branch  # noqa: E402
-from ddtree_guard.hooks.device import GraphChecks  # noqa: E402
 from ddtree_guard.testing import places  # noqa: E402
 from ddtree_guard.testing.captures import FullCudaGraphBackend, Streams  # noqa: E402
 
 IN_LINE = ["check on main", "pass on main", "own hook on main"]
-BESIDE = ["side waits for main", "check on side", "pass on main", "main waits for side",
+EARLY = ["side waits for main", "check on side", "pass on main", "main waits for side",
+         "own hook on main"]  # fmt: skip
+BESIDE = ["side waits for main", "pass on main", "check on side", "main waits for side",
           "own hook on main"]  # fmt: skip
-LATE = ["side waits for main", "pass on main", "check on side", "main waits for side",
-        "own hook on main"]  # fmt: skip
 
 
 class Capture(Streams):
@@ -32,20 +31,12 @@ class Capture(Streams):
         super().__init__(monkeypatch.setattr)
         self.graphs = SimpleNamespace(backend=FullCudaGraphBackend())
         self.runner = SimpleNamespace(capture_tail_hooks=[lambda *rest: self.queue("own hook")])
-        self.checks = object.__new__(GraphChecks)
-        self.checks.branch = Branch(torch.device("cuda"))
-        self.checks._operands = {"key": "operands"}  # type: ignore[dict-item]
-        self.checks.check = SimpleNamespace(check=self._check)  # type: ignore[assignment]
-
-    def _check(self, operands: Any) -> None:
-        assert operands == "operands"
-        self.queue("check")
+        self.branch = Branch(torch.device("cuda"))
 
     def run(self, capturing: bool, dies: bool = False) -> list[str]:
         """One pass; what it queued."""
         self.begin(capturing)
-        with self.checks.branch.beside(self.runner, ()):
-            self.checks.in_graph("key")
+        self.branch.beside(self.runner, lambda: self.queue("check"))
         self.queue("pass")
         if not dies:
             for hook in list(self.runner.capture_tail_hooks):
@@ -58,8 +49,7 @@ class Capture(Streams):
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Capture]:
-    for owner, name in ((Branch, "beside"), (Branch, "join"), (GraphChecks, "in_graph")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back behind the test
+    monkeypatch.setattr(Branch, "beside", Branch.beside)  # put back behind the test
 
     def make(**asked: str) -> Capture:
         for name, value in asked.items():
@@ -72,8 +62,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Capture]:
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
-    [({}, BESIDE), ({"IN_LINE": "on"}, IN_LINE), ({"LATE": "on"}, LATE), ({"LATE": ""}, BESIDE)],
-    ids=["beside", "in line", "late", "unset"],
+    [({}, BESIDE), ({"IN_LINE": "on"}, IN_LINE), ({"EARLY": "on"}, EARLY), ({"EARLY": ""}, BESIDE)],
+    ids=["beside", "in line", "early", "unset"],
 )
 def test_the_check_stands_where_it_is_asked_for(
     start: Callable[..., Capture], asked: dict[str, str], expected: list[str]
@@ -81,33 +71,22 @@ def test_the_check_stands_where_it_is_asked_for(
     capture = start(**asked)
     for _ in range(3):  # batch sizes
         assert capture.shape() == [IN_LINE, IN_LINE, expected]
-    assert capture.checks.branch.joined == (0 if expected is IN_LINE else 3)
+    assert capture.branch.joined == (0 if expected is IN_LINE else 3)
     assert len(capture.runner.capture_tail_hooks) == 1
 
 
 @pytest.mark.parametrize("warms", [True, False])
-def test_the_late_check_of_a_capture_that_died_is_in_no_other_graph(
+def test_the_early_check_of_a_capture_that_died_is_in_no_other_graph(
     start: Callable[..., Capture], warms: bool
 ) -> None:
-    capture = start(LATE="on")
+    capture = start(EARLY="on")
     capture.shape()
     capture.run(False)
-    assert capture.run(True, dies=True) == LATE[:2]
+    assert capture.run(True, dies=True) == EARLY[:3]
     if warms:
-        assert capture.shape() == [IN_LINE, IN_LINE, LATE]
+        assert capture.shape() == [IN_LINE, IN_LINE, EARLY]
     else:
         assert capture.run(True) == IN_LINE
-
-
-def test_late_checks_of_two_workers_are_each_on_their_own_branch(
-    start: Callable[..., Capture], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = start(LATE="on")
-    first.run(False)
-    first.run(True, dies=True)
-    other = Capture(monkeypatch)
-    assert other.shape()[-1] == LATE
-    assert first.queued == LATE[:2]
 
 
 @pytest.fixture
@@ -119,7 +98,12 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_places_are_the_ones_that_a_benchmark_can_name(serving: Any, tmp_path: Path) -> None:
     assert set(serving.PLACES) == set(places.PLACES)
-    for tool, place in (("late2", "late"), ("in_line", "in_line"), ("twin2", ""), ("control", "")):
+    for tool, place in (
+        ("early2", "early"),
+        ("in_line", "in_line"),
+        ("twin2", ""),
+        ("control", ""),
+    ):
         cell = serving.Cell("NGRAM", tool=tool, replays=True, folder=str(tmp_path))
         asked = {name: serving.environment(cell)[f"DDTREE_GUARD_PROBE_{name.upper()}"]
                  for name in places.PLACES}  # fmt: skip

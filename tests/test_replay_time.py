@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-GRAPH = {"off": 6000.0, "control": 6010.0, "guard": 6004.0, "in_line": 6015.0, "late2": 5990.0}
+GRAPH = {"off": 6000.0, "control": 6010.0, "guard": 6004.0, "in_line": 6015.0, "early2": 5990.0}
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_what_was_measured_before_an_engine_ended_counts(
         ("guard", {"verify_steps": None, "steps_checked": None}, "not every step was checked"),
         ("guard", {"findings": 1}, "not every step was checked and sound"),
         ("in_line", {"beside": 7}, "the check is not at its place: beside=7"),
-        ("late2", {"beside": 0}, "the check is not at its place: beside=0"),
+        ("early2", {"beside": 0}, "the check is not at its place: beside=0"),
         ("off", {"steps_checked": 4}, ""),
     ],
 )
@@ -242,4 +242,4 @@ def test_nothing_is_written_over_where_nothing_was_measured(
 def test_unknown_engines_are_refused(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(["--engines", "off,inline"])
-    assert "in_line, in_line2, late, late2, found inline" in capsys.readouterr().err
+    assert "in_line, in_line2, early, early2, found inline" in capsys.readouterr().err

@@ -43,8 +43,10 @@ class Streams:
     @contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
         self.current, before = stream, self.current
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def begin(self, capturing: bool) -> None:
         """Another pass; whatever was captured before has come to its end."""

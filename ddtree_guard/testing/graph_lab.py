@@ -184,8 +184,7 @@ class Lab:
             model_runner = SimpleNamespace(capture_tail_hooks=[])
 
             def region() -> None:
-                with self.checks.branch.beside(model_runner):
-                    self.checks.in_graph("verify")
+                self.checks.branch.beside(model_runner, lambda: self.checks.in_graph("verify"))
                 q, k, v = self._rows
                 shape = (LANES * W, self.first.case.kv_heads, self.first.case.head_dim)
                 self._output = self.backend.forward_extend(

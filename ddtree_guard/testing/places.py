@@ -6,9 +6,7 @@ its name in PLACES.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddtree_guard.config import setting
@@ -18,47 +16,26 @@ def in_line() -> None:
     """The check stands at the head of the graph, and the forward pass waits for it."""
     from ddtree_guard.hooks.branch import Branch
 
-    @contextmanager
-    def beside(branch: Any, runner: Any, read: Any = ()) -> Iterator[None]:
-        yield
+    def beside(branch: Any, runner: Any, launch: Callable[[], None], read: Any = ()) -> None:
+        launch()
 
     Branch.beside = beside  # type: ignore[method-assign,assignment]
 
 
-def late() -> None:
-    """The branch is the same, but the check is its last node to be captured, not the graph's first:
-    the side stream forks at the head, and is launched upon at the tail, before it is joined.
-    """
-    import torch
-
+def early() -> None:
+    """The check is the first node of its branch, and of the graph, not the last."""
     from ddtree_guard.hooks.branch import Branch
-    from ddtree_guard.hooks.device import GraphChecks
 
-    own_check, own_join = GraphChecks.in_graph, Branch.join
-    waiting: list[tuple[Branch, Callable[[], None]]] = []
+    own = Branch.beside
 
-    def in_graph(checks: GraphChecks, key: Any) -> None:
-        branch = checks.branch
-        if branch._open:
-            waiting.append((branch, partial(own_check, checks, key)))
-        else:
-            own_check(checks, key)
+    def beside(branch: Branch, runner: Any, launch: Callable[[], None], read: Any = ()) -> None:
+        own(branch, runner, launch, read)
+        branch.launch()
 
-    def join(branch: Branch) -> None:
-        if branch._forked():
-            with torch.cuda.stream(branch._side):
-                for owner, launch in waiting:
-                    if owner is branch:
-                        launch()
-        # also what a capture that died has left: a pass to warm up comes before the next one
-        waiting[:] = [entry for entry in waiting if entry[0] is not branch]
-        own_join(branch)
-
-    GraphChecks.in_graph = in_graph  # type: ignore[method-assign,assignment]
-    Branch.join = join  # type: ignore[method-assign,assignment]
+    Branch.beside = beside  # type: ignore[method-assign,assignment]
 
 
-PLACES: Mapping[str, Callable[[], None]] = {"in_line": in_line, "late": late}
+PLACES: Mapping[str, Callable[[], None]] = {"in_line": in_line, "early": early}
 
 
 def place() -> None:

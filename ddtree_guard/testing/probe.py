@@ -14,7 +14,7 @@ or a benchmark puts one on the path; it is no part of an installed guard. It rea
     DDTREE_GUARD_PROBE_REPLAYS=on    time verify replays of an NGRAM engine, also without a guard;
                                      with ASKED those since it was last asked
     DDTREE_GUARD_PROBE_IN_LINE=on    keep the check in line with the forward pass, see `places`
-    DDTREE_GUARD_PROBE_LATE=on       capture the check last, on its branch
+    DDTREE_GUARD_PROBE_EARLY=on      launch the check where its branch begins, not where it ends
 
 Further faults: each line added to the file that is named like FILE, ending in .plant, is a rule,
 planted at once.
@@ -311,7 +311,8 @@ def counters(guard: Any) -> dict[str, Any]:
         "skipped": dict(coverage.skipped),
         "faults": dict(guard.fuses.faults),
         "checker": guard.checker.kind,
-        "beside": beside(guard), "ahead": getattr(guard.checker, "ahead", 0),
+        "beside": beside(guard),
+        "ahead": getattr(guard.checker, "ahead", 0),
         "hooks": {name: state.ok for (name, _), state in guard.hooks.items()},
         "shadow": {
             "compared": guard.shadow.compared,

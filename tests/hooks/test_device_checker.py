@@ -16,15 +16,19 @@ import pytest
 import torch
 
 from ddtree_guard.config import Depth
+from ddtree_guard.device.launch import DeviceCheck
 from ddtree_guard.hooks import arm, device_checker, launches
+from ddtree_guard.hooks.branch import Branch
 from ddtree_guard.hooks.links import with_parents
 from ddtree_guard.step import Tree
+from ddtree_guard.testing.captures import FullCudaGraphBackend, Streams
 from ddtree_guard.testing.cases import SMALL, VerifyCase, grow_trees, small_case
-from ddtree_guard.testing.fakes import sglang
+from ddtree_guard.testing.fakes import host_context, sglang
 from ddtree_guard.testing.server import IDLE
 
 pytestmark = pytest.mark.sglang
 
+IN_GRAPH = "init_forward_metadata_in_graph"
 DEVICE_RULES = ("W1", "W2", "W3", "M2", "M4", "T2", "T6", "P1", "K1", "K3", "K4")
 
 
@@ -136,8 +140,9 @@ def test_a_step_whose_buffers_were_reused_keeps_rule_and_request(
 
 
 def _require_check_in_graph(guard: Any) -> None:
-    if not any(launch.recorded for launch in guard.checker._launches.values()):
+    if not all(hasattr(backend, IN_GRAPH) for _, backend in guard.backends()):
         pytest.skip("0.5.12 has no place inside the graph; the check is launched before it")
+    assert any(launch.recorded for launch in guard.checker._launches.values())
 
 
 def test_a_graph_that_does_not_run_the_check_costs_that_step_alone(
@@ -490,6 +495,83 @@ def test_captures_while_serving_do_not_leave_false_alarms(start: Callable[..., A
         server.step()
     assert guard.coverage.findings == 0
     assert not guard.fuses.faults
+
+
+class Passes(Streams):
+    """Passes of a server's one batch size as on a GPU: with a branch, and hooks at their end. It is
+    bound, and has been warmed up.
+    """
+
+    def __init__(self, patches: pytest.MonkeyPatch, server: Any, guard: Any) -> None:
+        super().__init__(patches.setattr)
+        checks = guard.checker.graphs
+        internal, checks.branch = checks.branch.internal, Branch(torch.device("cuda"))
+        checks.branch.internal = internal
+        self.server, server.runner.capture_tail_hooks = server, []
+        server.capture()
+        self.end()
+
+    def head(self, capturing: bool) -> None:
+        """A pass, but for its end."""
+        self.begin(capturing)
+        with host_context(self.server.runner.server_args):
+            self.server.backend.init_forward_metadata_in_graph(self.server.static)
+
+    def end(self) -> None:
+        """The end of a pass."""
+        for hook in self.server.runner.capture_tail_hooks:
+            hook(SimpleNamespace(backend=FullCudaGraphBackend()))
+
+
+def test_a_check_that_a_capture_s_end_did_not_record_is_launched_before_each_replay(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, guard = start(small_case("DDTREE", True))
+    _require_check_in_graph(guard)
+    for n, end in enumerate(("recorded", "fails", "dies"), start=1):
+        with monkeypatch.context() as patches:
+            passes = Passes(patches, server, guard)
+            ((key, launch),) = guard.checker._launches.items()
+            own, warm = server.runner.capture_tail_hooks, launch.recorded
+            if end == "fails":
+                patches.setattr(DeviceCheck, "check", lambda check, operands: 1 / 0)
+            passes.head(True)
+            assert (warm, launch.recorded) == (True, False)
+            if end != "dies":
+                passes.end()
+        assert launch.recorded is (end == "recorded")
+        assert guard.fuses.faults == ({} if end == "recorded" else {"capture": 1})
+        in_graph = functools.partial(guard.checker.graphs.in_graph, key)
+        server.replayed = in_graph if launch.recorded else lambda: None
+        _plant_next(guard, monkeypatch, "P1")
+        server.step()
+        assert (guard.coverage.steps_checked, guard.coverage.findings) == (n, n)
+        assert server.runner.capture_tail_hooks is own
+
+
+def test_a_capture_s_end_fails_as_its_head_does(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in mode raise: counted, said, disarmed in the end, and never raised into a capture."""
+    server, guard = start(small_case("DDTREE", True))
+    _require_check_in_graph(guard)
+    guard.fuses.strict = True
+    with monkeypatch.context() as patches:
+        passes = Passes(patches, server, guard)
+        for n in range(1, 4):
+            for capturing in (False, True):
+                patches.setattr(
+                    DeviceCheck, "check", lambda *args, fails=capturing: 1 / (not fails)
+                )
+                passes.head(capturing)
+                passes.end()
+            assert guard.fuses.faults == {"capture": n}
+            assert passes.queued[-1] == "main waits for side"
+    assert guard.fuses.disarmed() == ("capture",)
+    said = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert [text.partition(":")[0] for text in said] == [
+        "ddtree_guard internal site=capture", "NOT GUARDED",
+    ]  # fmt: skip
 
 
 def test_a_capture_does_not_lose_the_verdict_of_a_step_in_flight(
