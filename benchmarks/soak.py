@@ -144,7 +144,7 @@ def row(
         "skipped": probe.get("skipped", {}), "faults": probe.get("faults", {}),
         "checker": probe.get("checker"), "start_s": start["start_s"], "traffic": traffic,
         "lines": lines, "boot": boot[:1], "outputs": outputs, "outputs_identical": None,
-        "tainted": log.count("ddtree_guard tainted"),
+        "tainted": log.count("ddtree_guard tainted"), "ahead": probe.get("ahead"),
     }  # fmt: skip
 
 

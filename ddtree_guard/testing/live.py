@@ -1,7 +1,8 @@
 """Plant one fault in a running server, at the site where its rule first looks.
 
 Built offsets, mask, tree, positions and slots are changed just before the guard's part of the build
-site; the walk just before its own; a length between SGLang's commit and the comparison.
+site, or before a replay for which the guard launches nothing; the walk just before its own part; a
+length between SGLang's commit and the comparison.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ddtree_guard.testing.plant import plant
 def plant_at(guard: Any, plan: dict[str, Any]) -> None:
     """Plant the fault of `plan["rule"]` once, in the first step from `plan["from"]` on that can
     hold it, on its last request of two or more; with `plan["always"]` in all of them. Fills `at`,
-    `rid` and `changed` of the first, or `error`.
+    `rid`, `changed` and `ahead` (`Record.ahead`) of the first, or `error`.
     """
     site, first = find_rule(plan["rule"]).site, plan["from"]
     plan["from"] = 1 << 62  # not yet: a step may be running, and past the place of the change
@@ -28,8 +29,8 @@ def plant_at(guard: Any, plan: dict[str, Any]) -> None:
     elif site is Site.COMMIT:
         _lengths(guard, plan)
     else:
-        guard.running.quick = False  # from now on each step is built whole
         _before(guard.checker, "build", _launch, plan)
+        _replay(guard, plan)
     plan["from"] = max(first, guard.begun + 1)
 
 
@@ -45,15 +46,40 @@ def _before(owner: Any, name: str, change: Any, plan: dict[str, Any]) -> None:
     def planted(record: Any, *rest: Any) -> None:
         view = (rest[0] if rest else record.view).complete()
         if _due(plan, record, view):
-            try:
-                changed = change(plan["rule"], record, view)
-                if plan["at"] is None:
-                    plan.update(at=record.step_id, rid=view.rids[-1], changed=changed)
-            except Exception as error:  # a fault of the plan is none of the guard's
-                plan["error"] = f"{type(error).__name__}: {error}"
+            _plant(plan, change, record, view)
         method(record, *rest)
 
     setattr(owner, name, planted)
+
+
+def _replay(guard: Any, plan: dict[str, Any]) -> None:
+    """The same for steps that are not built whole: where nothing is launched before the replay, all
+    that is changed now is read by the graph alone. Others are built whole from now on.
+    """
+    running = guard.running
+    queue = running.queue
+
+    def planted(*launch: Any) -> bool:
+        queued: bool = queue(*launch)
+        open_ = plan["at"] is None or plan.get("always")
+        if queued and open_ and plan["from"] <= guard.begun:
+            record = guard.current
+            running.quick = record.ahead or bool(record.ticket.told.live)  # soon, if not now
+            if record.ahead and _due(plan, record, record.view.complete()):
+                _plant(plan, _launch, record, record.view)
+        return queued
+
+    running.queue = planted
+
+
+def _plant(plan: dict[str, Any], change: Any, record: Any, view: Any) -> None:
+    try:
+        changed = change(plan["rule"], record, view)
+        if plan["at"] is None:
+            found = {"rid": view.rids[-1], "changed": changed, "ahead": record.ahead}
+            plan.update(at=record.step_id, **found)
+    except Exception as error:  # a fault of the plan is none of the guard's
+        plan["error"] = f"{type(error).__name__}: {error}"
 
 
 def _launch(rule: str, record: Any, view: Any) -> tuple[str, ...]:

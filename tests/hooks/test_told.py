@@ -170,6 +170,22 @@ def test_a_fault_is_found_on_its_step_and_no_other(
         steps.clear()
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_fault_planted_in_a_live_server_is_read_by_the_graph_alone(
+    lab: Lab, lines: Callable[[], list[dict[str, str]]], ahead: bool
+) -> None:
+    if not ahead:
+        lab.server.redress = lambda spec: None
+    lab.steps(LEARNT)
+    plan: dict[str, Any] = {"rule": "M2", "from": 0, "at": None}
+    plant_at(lab.guard, plan)
+    lab.steps(2)
+    assert (plan["ahead"], plan["rid"], plan.get("error")) == (ahead, "r2", None)
+    first = lines()[0]
+    assert (first["rule"], first["step"], first["rid"]) == ("M2", str(plan["at"]), "r2")
+    assert {line["step"] for line in lines()} == {str(plan["at"])}
+
+
 def test_another_number_of_requests_is_told_before_its_replay(
     lab: Lab, lines: Callable[[], list[dict[str, str]]]
 ) -> None:
