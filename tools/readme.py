@@ -110,8 +110,8 @@ def engines() -> str:
     for row in found["rows"]:
         version = (row.get("guard") or {}).get("device", "an earlier one")
         by[version] = by.get(version, 0) + row["steps_checked"]
-    said = ", ".join(f"{steps:,} by {name}" for name, steps in sorted(by.items()))
-    note += f". Versions of the device check (hash of ddtree_guard/device): {said}"
+    said = ", ".join(f"{steps:,} by {name}" for name, steps in sorted(by.items()) if steps)
+    note += f". Version of the device check (hash of ddtree_guard/device): {said}"
     return f"{table(head, sorted(rows, key=str))}\n\n{note}. Same text: as an unguarded engine's."
 
 
