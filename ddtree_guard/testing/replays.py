@@ -130,13 +130,17 @@ class Replays:
         self._held.clear()
 
     def _steady(self) -> Iterator[Run]:
-        """What is held as runs, without the first steps of each, and its last: no step follows."""
+        """What is held as runs, without the first steps of each, and its last: no step follows.
+        What is left of a run when requests have ended has longer texts, and is no block's.
+        """
         slots = zip(self._held, self._ring, strict=False)
-        for key, steps in itertools.groupby(slots, lambda slot: (slot[0].run, slot[0].requests)):
-            whole = list(steps)[self.SKIPPED :]
+        for _, steps in itertools.groupby(slots, lambda slot: slot[0].run):
+            run = list(steps)
+            most = max(step.requests for step, _ in run)
+            whole = [slot for slot in run if slot[0].requests == most][self.SKIPPED :]
             rows = [_times(*pair) for pair in itertools.pairwise(whole)]
             if len(rows) >= self.LEAST:
-                yield Run(key[1], dict(zip(PARTS, map(list, zip(*rows, strict=True)), strict=True)))
+                yield Run(most, dict(zip(PARTS, map(list, zip(*rows, strict=True)), strict=True)))
 
     # --- the probe's thread ---
     def table(self, forget: bool = False) -> dict[str, dict[str, Any]]:
