@@ -384,6 +384,7 @@ def test_parents_where_links_were_are_the_ones_that_count(
     lab.steps(LEARNT)
 
     def give(spec: Any) -> None:
+        lab.keep(spec)
         links = {name: getattr(spec, name).numpy() for name in LINKS}
         tree = with_parents(Tree(**links))
         for part in lab.held[3]:
@@ -473,3 +474,12 @@ def test_trees_of_another_number_of_requests_that_lie_elsewhere_are_told(
     lab.steps(2, bs=2)
     assert lab.begun[-2:] == [LEARNT + 1, LEARNT + 2]
     _clean(lab, LEARNT + 2, lines())
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_half_of_the_links_that_stays_is_not_told(new: int) -> None:
+    told, links = Told(torch.device("cpu")), list(_links(4))
+    for _ in range(3):
+        links[new] = links[new].clone()
+        told.learn((links[0], links[1]), 2)
+    assert (told.live, told.cell.tolist()) == (0, [0, 0])
