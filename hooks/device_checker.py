@@ -179,15 +179,19 @@ class DeviceChecker:
         """Queue the acceptance rules, before a draft forward reuses the input buffers."""
         if self.graphs is not None and isinstance(record.ticket, Launch):
             launch, outcome = record.ticket, None
+            seen = None if record.ahead else launch  # what the graph has found may be of no step
             try:
                 self._catch_up(record, launch)
+                seen = launch
                 outcome = launch.outcome(self.graphs.check, record.outcome)
             except Exception:
                 record.why = "its walk could not be judged"
+                if seen is None:
+                    record.why = "its trees could not be looked at"
                 raise
             finally:  # a step whose walk cannot be judged must not pass to the next one
                 self._close(outcome)
-                record.ticket = (self._closed, launch)
+                record.ticket = (self._closed, seen)
 
     def _catch_up(self, record: Record, launch: Launch) -> None:
         """A replay for which nothing was launched has looked at the last step's bs and at trees in

@@ -107,6 +107,8 @@ class Launch:
             return
         parents = getattr(spec, "parents", None)
         if parents is not None:
+            if self.told.live:
+                self.told.forget()  # the graph would put links in their place
             self.before(bs, PARENTS, parents, spec.depths, spec.tree_sizes)
             return
         links = child, sibling = links_of(spec)
@@ -115,7 +117,12 @@ class Launch:
         self.before(bs, LINKS, child, sibling, sibling)
 
     def foresee(self, check: DeviceCheck, rows: Any) -> None:
-        """Bind what the graph is to hold of `before`."""
+        """Bind what the graph is to hold of `before`, for the first width only: the trees that are
+        held are too short for a wider graph.
+        """
+        self.told.w = self.told.w or self.shape.w
+        if self.told.w != self.shape.w:
+            return
         given = (self.told.cell,) * 3
         self.inside = check.bind_table(
             self.buffers, self.shape, self.table, rows, trees=TOLD, given=given
@@ -149,6 +156,7 @@ class Launch:
         before, self.before = self.before, self.rebind(table)
         self.before.moved, self.table = before.moved, table
         self.inside = None  # the graph knows the old one only, and is told of nothing any more
+        self.told.forget()
 
     def outcome(self, check: DeviceCheck, walk: Walk | None) -> Operands | None:
         """The end of the step for this walk; None where no walk was seen."""

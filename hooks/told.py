@@ -25,6 +25,7 @@ class Told:
     def __init__(self, device: torch.device) -> None:
         self.cell = torch.zeros(2, dtype=torch.int64, device=device)
         self.live = 0
+        self.w = 0  # of the graphs that look there
         self._held: tuple[Any, Any] | None = None  # so that nobody else gets their memory
         self._newest: tuple[Any, Any] = (None, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
@@ -351,3 +352,134 @@ def test_links_that_an_address_does_not_describe_are_not_told(links: tuple[Any, 
 )  # fmt: skip
 def test_whether_a_pass_reads_the_table_to_its_end(events: dict[str, Any], expected: bool) -> None:
     assert reads_to_the_end(SimpleNamespace(**events)) is expected
+
+
+def test_trees_that_cannot_be_looked_at_are_of_no_finding(
+    lab: Lab, lines: Callable[[], list[dict[str, str]]]
+) -> None:
+    """The graph has looked at trees in the old place, which are of no step."""
+    lab.steps(LEARNT)
+    for part in lab.held[3]:
+        part.fill_(1)
+
+    def bare(spec: Any) -> None:
+        for name in LINKS:
+            setattr(spec, name, None)
+
+    lab.server.redress = bare
+    lab.steps()
+    assert lines() == []
+    assert lab.guard.fuses.faults == {"verify": 1}
+    assert lab.guard.coverage.skipped == {"its trees could not be looked at": 1}
+    lab.server.redress = lab.keep
+    lab.steps(2)
+    assert lines() == []
+    assert (lab.guard.coverage.verify_steps, lab.guard.coverage.steps_checked) == (8, 7)
+
+
+@pytest.mark.parametrize("bs", [2, 3])
+def test_parents_where_links_were_are_the_ones_that_count(
+    lab: Lab, lines: Callable[[], list[dict[str, str]]], bs: int
+) -> None:
+    lab.steps(LEARNT)
+
+    def give(spec: Any) -> None:
+        lab.keep(spec)
+        links = {name: getattr(spec, name).numpy() for name in LINKS}
+        tree = with_parents(Tree(**links))
+        for part in lab.held[3]:
+            part.fill_(1)  # nobody's
+        for name, of in (("parents", "parents"), ("depths", "depths"), ("tree_sizes", "sizes")):
+            setattr(spec, name, torch.from_numpy(getattr(tree, of)).to(torch.int32))
+
+    lab.server.redress = give
+    lab.steps(2, bs=bs)
+    _clean(lab, LEARNT + 2, lines())
+
+
+def test_another_slot_table_counts_for_another_number_of_requests(
+    lab: Lab, lines: Callable[[], list[dict[str, str]]]
+) -> None:
+    lab.steps(LEARNT)
+    pool = lab.runner.req_to_token_pool
+    old, pool.req_to_token = pool.req_to_token, pool.req_to_token.clone()
+    for reader in (lab.server.backend, getattr(lab.runner, "kv_index_translator", None)):
+        if reader is not None:
+            reader.req_to_token = pool.req_to_token
+    old.fill_(0)
+    lab.steps(3, bs=2)
+    _clean(lab, LEARNT + 3, lines())
+
+
+def test_a_graph_of_another_width_does_not_read_past_the_trees(
+    lab: Lab, lines: Callable[[], list[dict[str, str]]]
+) -> None:
+    """Adaptive speculation: a state's trees are too short for a wider one's graph."""
+    server, guard = lab.server, lab.guard
+    wide = server.case
+    narrow = dataclasses.replace(wide, budget=3, draft_tokens=4)
+    held: dict[int, Any] = {}
+
+    def switch(case: Any) -> None:
+        held[server.case.w] = lab.held
+        server.switch(case, guard)
+        lab.runner.war_fastpath_read_done_event = None
+        lab.held = held.get(case.w, {})
+        lab.key = (id(server.backend), 4)
+        lab.launch = lab.checker._launches[lab.key]
+
+    lab.steps(LEARNT)
+    switch(narrow)
+    lab.steps(LEARNT)
+    switch(wide)
+    lab.steps(LEARNT)
+    switch(narrow)
+    lab.steps(LEARNT)
+    switch(wide)
+    ahead: list[bool] = []
+    lab.spoil_once(lambda: ahead.append(guard.current.ahead))
+    lab.steps()
+    assert ahead == [False]
+    _clean(lab, 4 * LEARNT + 1, lines())
+
+
+def test_an_eager_step_tells_how_many_requests_the_device_knows_of(
+    lab: Lab, lines: Callable[[], list[dict[str, str]]]
+) -> None:
+    """As one is that has more requests than the largest graph."""
+    lab.steps(LEARNT)
+    case = lab.server.case
+    lab.server.case = dataclasses.replace(case, padded_bs=None)
+    lab.steps(1, bs=2)
+    lab.server.case = case
+    begun = len(lab.begun)
+    lab.steps(1, bs=2)
+    _clean(lab, LEARNT + 2, lines())
+    lab.spoil_once(functools.partial(_plant, lab, "M2"))
+    lab.steps()
+    assert lab.begun[begun:] == [LEARNT + 3]
+    assert ("M2", str(LEARNT + 3), "r2") in {
+        (line["rule"], line["step"], line["rid"]) for line in lines()
+    }
+
+
+def test_trees_of_another_number_of_requests_that_lie_elsewhere_are_told(
+    lab: Lab, lines: Callable[[], list[dict[str, str]]]
+) -> None:
+    """Before their replay; the graph, too, no longer looks at the old place."""
+    lab.steps(LEARNT)
+    for part in lab.held[3]:
+        part.fill_(1)
+    lab.held = {}
+    lab.steps(2, bs=2)
+    assert lab.begun[-2:] == [LEARNT + 1, LEARNT + 2]
+    _clean(lab, LEARNT + 2, lines())
+
+
+@pytest.mark.parametrize("new", [0, 1])
+def test_half_of_the_links_that_stays_is_not_told(new: int) -> None:
+    told, links = Told(torch.device("cpu")), list(_links(4))
+    for _ in range(3):
+        links[new] = links[new].clone()
+        told.learn((links[0], links[1]), 2)
+    assert (told.live, told.cell.tolist()) == (0, [0, 0])
