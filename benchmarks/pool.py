@@ -21,7 +21,7 @@ from typing import Any
 from files import write
 from rounds import FIELDS, SIDES, TOOLS, Block, Case, Round, rounds_of, summary
 
-COUNTED = ("verify_steps", "steps_checked", "findings", "violations_logged", "dumps")
+COUNTED = ("verify_steps", "steps_checked", "findings", "violations_logged", "dumps", "ahead")
 COLUMNS = ("w", "concurrency", "tool", "new_tokens", "run", "generation", "visit", "off", "mine")
 _PLACE = ("run", "generation")  # of a fact
 EMPTY: dict[str, Any] = {"environment": {}, "rows": [], "failed": {}, "facts": [], "rounds": []}

@@ -23,8 +23,9 @@ blocks of each block's p99 of seconds a token.
 Runs add up: the file keeps every round, and a later call with the same sources of the guard, shape,
 release and device goes on from them (pool.py), with the same requests; what does not fit is said
 and dropped, with `--fresh` all of it. Generations are numbered on over runs. The case with the
-fewest pairs is always visited next. Counts of steps, findings and dumps are sums over a side's
-engines, but for `uncounted` ones; start-up, memory and `threads_s` are of the newest run's first.
+fewest pairs is always visited next. Counts of steps (`ahead`: with nothing launched before their
+replay), findings and dumps are sums over a side's engines, but for `uncounted` ones; start-up,
+memory and `threads_s` are of the newest run's first.
 
 The engine that runs has the same processors as the others when those run, one core of them for its
 scheduler's main thread alone; the engines that wait sleep on others. With two GPUs the widths are

@@ -208,7 +208,7 @@ def _footprint(by: dict[Any, Any]) -> str:
         parts.append(
             f"w={w}: {held:+.0f} MiB of GPU memory in tensors, {reserved:+.0f} MiB with what the "
             f"allocator reserves, {pinned:.1f} MiB pinned, started in {row['start_s']:.0f} s "
-            f"against {bare['start_s']:.0f} s"
+            f"against {bare['start_s']:.0f} s in the newest run"
         )
     return "Guarded, at " + "; at ".join(parts) + "."
 
